@@ -1,0 +1,1 @@
+"""The trainer: MAR-GRPO for masked autoregressive image models with a diffusion head."""

@@ -1,0 +1,67 @@
+"""What a model family must offer to be trained: the policy protocol, and the lookup by name.
+
+A policy is a ``torch.nn.Module`` whose ``forward`` scores transitions, so that DDP and FSDP wrap it as they
+wrap any module. Sampling and scoring go through the same head function, so that the log-probability of
+what was sampled cannot drift from what is trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+from torch import Tensor, nn
+
+from trainer.algorithm.transitions import Schedule
+from trainer.algorithm.types import Gaussian, Queries, Trajectory
+
+
+@runtime_checkable
+class Policy(Protocol):
+    """A masked autoregressive image model with a diffusion head (see :mod:`trainer.algorithm.types` for shapes)."""
+
+    tokens: int
+    """N"""
+    channels: int
+    """C"""
+    ar_steps: int
+    """K"""
+    schedule: Schedule
+    """The head's diffusion: T steps, their transitions and bridges."""
+
+    def rollout(
+        self,
+        prompts: Sequence[str],
+        seeds: Sequence[int],
+        *,
+        full_chains_at: Collection[int] = (),
+        full_latents_at: Collection[int] = (),
+    ) -> Trajectory:
+        """Sample one image per prompt without gradient. Image i depends on prompt i and seed i alone, not on
+        the rest of the batch. ``full_chains_at`` and ``full_latents_at`` name the AR steps at which the head
+        runs on all unknown tokens and the maps are recorded; elsewhere it runs on the kept tokens only."""
+        ...
+
+    def extra_trajectories(self, trajectory: Trajectory, count: int, seeds: Sequence[int]) -> Tensor:
+        """(B, S, N, T+1, C): S = ``count`` fresh diffusion chains for every token from ``trajectory.stitched``,
+        without gradient; trajectory s of image i depends on seed i and s alone."""
+        ...
+
+    def forward(self, trajectory: Trajectory, ar_step: int, queries: Queries, guided: bool) -> Gaussian:
+        """Mean and std of the queried transitions, with gradient. One backbone pass at AR step ``ar_step`` over
+        all images of the trajectory, then the head on the queries alone. ``guided``: apply classifier-free
+        guidance as in sampling; otherwise the conditional half alone."""
+        ...
+
+    def decode(self, tokens: Tensor) -> np.ndarray:
+        """(B, N, C) latents -> (B, height, width, 3) uint8 images."""
+        ...
+
+    def head_parameters(self) -> Iterator[nn.Parameter]:
+        """Parameters of the diffusion head (frozen by MAR-GRPO)."""
+        ...
+
+    def backbone_parameters(self) -> Iterator[nn.Parameter]:
+        """Parameters of the backbone: those, and only those, that a gradient reaches through z."""
+        ...
