@@ -1,0 +1,301 @@
+"""Every setting of the trainer: its unit, its default, and the checks between settings.
+
+A setting comes from the YAML file of ``--config``, the environment (``TRAINER_TRAIN__STEPS=100``) or the command line
+(``--train.steps 100``), later ones winning. The paper is arXiv 2604.06966; "published" means its
+released code for NOVA.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+Fraction = Annotated[float, Field(gt=0, le=1)]
+Count = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(gt=0)]
+
+ALIASES = {
+    "reward-url": "reward.url",
+    "reward": "reward.names",
+    "resume": "checkpoint.resume",
+    "run-dir": "report.run_dir",
+    "seed": "train.seed",
+    "steps": "train.steps",
+}
+"""Short command-line options and the settings they stand for."""
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", validate_default=True)
+
+
+class PolicyConfig(Section):
+    """The image model."""
+
+    name: str = Field(default="small", description="model family: the name of a file in trainer/policies")
+    checkpoint: Path | None = Field(
+        default=None, description="weights to start from; default: the family's own base checkpoint"
+    )
+    ar_steps: Count | None = Field(default=None, description="autoregressive steps K; default: the checkpoint's")
+    diffusion_steps: Annotated[int, Field(ge=2)] | None = Field(
+        default=None, description="diffusion sampling steps T; default: the checkpoint's"
+    )
+    guidance: Annotated[float, Field(ge=1)] | None = Field(
+        default=None, description="classifier-free guidance scale, 1 = none; default: the checkpoint's"
+    )
+    device: Literal["auto", "cpu"] = Field(default="auto", description="auto: a GPU if there is one")
+    dtype: Literal["float32", "bfloat16"] = Field(
+        default="float32",
+        description="type that parameters are kept in (train.mixed_precision is the type computed in)",
+    )
+
+
+class PromptsConfig(Section):
+    """Prompt files: .txt, .jsonl, .json, .csv or .parquet."""
+
+    train: Path = Field(default=Path("configs/prompts/shapes_train.txt"), description="prompts to train on")
+    heldout: Path = Field(default=Path("configs/prompts/shapes_heldout.txt"), description="prompts to evaluate on")
+    text_key: str | None = Field(
+        default=None, description="field that holds the text; default: the first of prompt, text, caption"
+    )
+
+
+class RewardConfig(Section):
+    """Where images are scored, and what becomes of the scores."""
+
+    url: str | None = Field(
+        default=None, description="reward server, http://host:port; default: start one for this run"
+    )
+    token: SecretStr | None = Field(default=None, description="bearer token of the reward server at url")
+    names: Annotated[dict[str, float], Field(min_length=1)] = Field(
+        default={"shapes": 1.0},
+        description="rewards and their weights: {shapes: 1.0}, or shapes, or shapes=1,other=0.5",
+    )
+    mix: Literal["sum", "gdpo"] = Field(
+        default="sum",
+        description="sum: weighted sum of raw scores; gdpo: each reward normalised within its group, then summed",
+    )
+    on_missing: Literal["drop", "stop"] = Field(
+        default="drop", description="an image without a score: drop it from its group, or stop the run"
+    )
+    timeout_s: Seconds = Field(default=60.0, description="time allowed for one HTTP request, seconds")
+    give_up_after_s: Seconds = Field(
+        default=600.0, description="how long to wait for a reward server that is away, seconds"
+    )
+
+    @field_validator("names", mode="before")
+    @classmethod
+    def _from_text(cls, value: Any) -> Any:
+        """``shapes``, ``shapes=1,other=0.5`` and lists of names are shorthand for a mapping."""
+        if isinstance(value, str):
+            value = [part.strip() for part in value.split(",") if part.strip()]
+        if isinstance(value, list):
+            pairs = [str(part).partition("=") for part in value]
+            return {name.strip(): weight or 1.0 for name, _, weight in pairs}
+        return value
+
+    @field_validator("url")
+    @classmethod
+    def _http(cls, value: str | None) -> str | None:
+        if value is not None and not value.startswith(("http://", "https://")):
+            raise ValueError(f"must start with http:// or https://, got {value!r}")
+        return value
+
+
+class AlgorithmConfig(Section):
+    """MAR-GRPO and the variants that the paper compares (configs/train/variants)."""
+
+    head: Literal["frozen", "trained", "only"] = Field(
+        default="frozen",
+        description="diffusion head: frozen (backbone trains), trained (both train), only (head trains alone)",
+    )
+    mte: bool = Field(default=True, description="multi-trajectory expectation on uncertain tokens")
+    mte_trajectories: Count = Field(
+        default=3, description="S, diffusion trajectories per token for MTE and uncertainty"
+    )
+    mte_source: Literal["fresh", "bridged"] = Field(
+        default="fresh", description="MTE's transitions: fresh trajectories (published) or bridges of the kept tokens"
+    )
+    top_fraction: Fraction = Field(default=0.3, description="share of an image's tokens that MTE applies to, 0 to 1")
+    which: Literal["most", "least"] = Field(default="most", description="MTE on the most or the least uncertain tokens")
+    consistency: bool = Field(
+        default=True, description="keep only tokens that move towards the final image at an AR step"
+    )
+    consistency_threshold: float = Field(default=0.0, description="least rise in cosine similarity, -2 to 2")
+    token_scope: Literal["predicted", "unknown"] = Field(
+        default="unknown", description="score the tokens kept at an AR step, or all that were unknown then (published)"
+    )
+    kl_beta: Annotated[float, Field(ge=0)] = Field(
+        default=0.01, description="weight of the KL to the reference; 0: none"
+    )
+    kl_form: Literal["means", "gaussian"] = Field(
+        default="means", description="means: exp(d)-d-1 on the difference of means (published); gaussian: closed form"
+    )
+    ar_steps_per_update: Count = Field(
+        default=12, description="AR steps trained per rollout, drawn at random (at most K)"
+    )
+    diffusion_steps: Literal["all"] | Count | list[Annotated[int, Field(ge=0)]] = Field(
+        default="all",
+        description="diffusion steps trained: all, a number drawn at random, or a list (0 = first after noise)",
+    )
+    diffusion_weights: Literal["uniform"] | list[Annotated[float, Field(ge=0)]] = Field(
+        default="uniform", description="weight of each diffusion step 0..T-1, or uniform"
+    )
+    clip: Annotated[float, Field(gt=0, lt=1)] | None = Field(
+        default=0.2, description="ratio clipped to [1 - clip, 1 + clip]; matters with depth or more than one update"
+    )
+    ratio: Literal["element", "token"] = Field(
+        default="element", description="a probability ratio per latent channel (published) or per token"
+    )
+    score_guidance: Literal["as_sampled", "off"] = Field(
+        default="as_sampled", description="classifier-free guidance when log-probabilities are computed"
+    )
+    updates_per_rollout: Count = Field(default=1, description="optimizer steps per rollout")
+
+    @field_validator("diffusion_steps")
+    @classmethod
+    def _some(cls, value: Any) -> Any:
+        if isinstance(value, list) and (not value or len(set(value)) != len(value)):
+            raise ValueError(f"a list of diffusion steps must hold each step once and at least one, got {value}")
+        return value
+
+    @property
+    def needs_uncertainty(self) -> bool:
+        """Whether the objective needs tokens ranked by uncertainty, hence extra trajectories."""
+        return self.mte and (self.top_fraction < 1 or self.mte_source == "fresh")
+
+
+class TrainConfig(Section):
+    """Batches and the optimizer (AdamW)."""
+
+    steps: Count = Field(default=1200, description="training steps (rollouts consumed)")
+    prompts_per_step: Count = Field(default=16, description="prompts per step over all processes")
+    group_size: Annotated[int, Field(ge=2)] = Field(default=8, description="G, images per prompt")
+    depth: Annotated[int, Field(ge=0)] = Field(
+        default=0, description="rollouts that may wait for scores while the next is sampled; 0: strictly on-policy"
+    )
+    micro_batch: Count = Field(default=64, description="images per backward pass and process (bounds memory)")
+    rollout_batch: Count = Field(default=128, description="images sampled at once per process (bounds memory)")
+    learning_rate: Annotated[float, Field(gt=0)] = Field(default=2e-6, description="peak learning rate")
+    betas: tuple[Fraction, Fraction] = Field(default=(0.9, 0.999), description="AdamW's betas")
+    weight_decay: Annotated[float, Field(ge=0)] = Field(default=0.0, description="AdamW's weight decay")
+    warmup_steps: Annotated[int, Field(ge=0)] = Field(default=0, description="optimizer steps of linear warm-up")
+    scheduler: Literal["constant", "cosine"] = Field(default="constant", description="learning rate after the warm-up")
+    max_grad_norm: Annotated[float, Field(gt=0)] = Field(default=1.0, description="gradient norm is clipped to this")
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = Field(default=0, description="seed of prompts, samples and subsets")
+    mixed_precision: Literal["no", "bf16", "fp16"] = Field(default="no", description="accelerate's mixed precision")
+    threads: Count | None = Field(
+        default=None, description="torch threads per process; default: cores left by the server"
+    )
+
+
+class CheckpointConfig(Section):
+    """Saving and resuming."""
+
+    every: Annotated[int, Field(ge=0)] = Field(default=50, description="steps between checkpoints; 0: at the end only")
+    keep: Count = Field(default=2, description="newest checkpoints kept")
+    resume: str = Field(
+        default="none", description="none, auto (the run folder's newest checkpoint), or a checkpoint's path"
+    )
+
+
+class EvaluateConfig(Section):
+    """Held-out evaluation before, during and after training."""
+
+    every: Annotated[int, Field(ge=0)] = Field(
+        default=0, description="steps between evaluations; 0: before and after only"
+    )
+    prompts: Count = Field(default=64, description="held-out prompts used, the first of the file")
+    seeds: Count = Field(default=2, description="images per prompt")
+
+
+class ReportConfig(Section):
+    """The run's folder and what goes there."""
+
+    run_dir: Path = Field(
+        default=Path("runs/train"), description="run folder; a number is appended if it holds a run already"
+    )
+    trackers: list[str] = Field(default=["tensorboard"], description="accelerate trackers: tensorboard, wandb, ...")
+    sheet_prompts: Annotated[int, Field(ge=0)] = Field(
+        default=8, description="prompts on the before/after sheet; 0: no sheet"
+    )
+    sheet_images: Count = Field(default=4, description="images per prompt on the sheet")
+    snr_every: Annotated[int, Field(ge=0)] = Field(
+        default=0, description="steps between gradient signal-to-noise measurements; 0: at the start only"
+    )
+    snr_groups: Annotated[int, Field(ge=0)] = Field(
+        default=8, description="groups per process used to measure signal-to-noise, at least 2; 0: never measured"
+    )
+
+
+class Config(BaseSettings):
+    """Train a masked autoregressive image model with MAR-GRPO against a reward server."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="TRAINER_", env_nested_delimiter="__", extra="forbid", validate_default=True
+    )
+
+    policy: PolicyConfig = PolicyConfig()
+    prompts: PromptsConfig = PromptsConfig()
+    reward: RewardConfig = RewardConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    train: TrainConfig = TrainConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    evaluate: EvaluateConfig = EvaluateConfig()
+    report: ReportConfig = ReportConfig()
+
+    @property
+    def off_policy(self) -> bool:
+        """Whether the policy that is updated can differ from the one that sampled."""
+        return self.train.depth > 0 or self.algorithm.updates_per_rollout > 1
+
+    @model_validator(mode="after")
+    def _check(self) -> Config:
+        a = self.algorithm
+        if self.off_policy and a.clip is None:
+            raise ValueError(
+                "algorithm.clip must be a number when train.depth > 0 or algorithm.updates_per_rollout > 1: "
+                "the policy then moves away from the one that sampled; set algorithm.clip, for example to 0.2"
+            )
+        if a.needs_uncertainty and a.top_fraction < 1 and a.mte_trajectories < 2:
+            raise ValueError(
+                "algorithm.mte_trajectories must be at least 2 when algorithm.top_fraction < 1: uncertainty is the "
+                "spread between trajectories; raise it, or set algorithm.top_fraction to 1"
+            )
+        if self.report.snr_groups == 1:
+            raise ValueError("report.snr_groups must be 0 or at least 2: noise is the variance between groups")
+        if self.report.run_dir.is_file():
+            raise ValueError(f"report.run_dir {self.report.run_dir} is a file; name a folder")
+        return self
+
+    def check_model(self, ar_steps: int, diffusion_steps: int) -> None:
+        """Checks that need the model: raises ValueError if a setting names steps that it does not have.
+
+        ``ar_steps`` is the model's K, ``diffusion_steps`` its T.
+        """
+        a = self.algorithm
+        if isinstance(a.diffusion_steps, list) and max(a.diffusion_steps) >= diffusion_steps:
+            raise ValueError(
+                f"algorithm.diffusion_steps names step {max(a.diffusion_steps)}, but the model has steps 0 to "
+                f"{diffusion_steps - 1}; lower it or raise policy.diffusion_steps"
+            )
+        if isinstance(a.diffusion_weights, list) and len(a.diffusion_weights) != diffusion_steps:
+            raise ValueError(
+                f"algorithm.diffusion_weights has {len(a.diffusion_weights)} entries, but the model has "
+                f"{diffusion_steps} diffusion steps; give one weight per step"
+            )
+        if a.ar_steps_per_update > ar_steps:
+            raise ValueError(
+                f"algorithm.ar_steps_per_update is {a.ar_steps_per_update}, but the model has {ar_steps} AR steps"
+            )
+
+    def check_processes(self, processes: int) -> None:
+        """Raises ValueError unless whole groups can be shared out evenly among ``processes``."""
+        if self.train.prompts_per_step % processes:
+            raise ValueError(
+                f"train.prompts_per_step is {self.train.prompts_per_step}, which {processes} processes cannot share "
+                "evenly; make it a multiple of the number of processes"
+            )
