@@ -1,0 +1,379 @@
+"""A small genuine MAR (Li et al., arXiv 2406.11838): continuous tokens, random orders, a per-token diffusion head.
+
+It draws the shapes of :mod:`trainer.shapes`. A token is a 12 x 12-pixel patch under a linear code (principal
+components of patches that hold an object), so that a token is a thing; a bidirectional transformer reads
+the words of the prompt, the known tokens and the mask tokens; an adaLN MLP denoises each token given its condition z.
+
+Departures from LTH14's MAR: one transformer instead of a masked-autoencoder pair, words instead of a class,
+velocity (v) prediction instead of epsilon, which keeps the first sampling steps from exploding (see
+``docs/decisions.md``), and a linear code instead of a KL autoencoder. Shapes: see :mod:`trainer.algorithm.types`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from trainer.algorithm.schedule import kept_per_step, predicted_at
+from trainer.algorithm.seeds import generator, normal
+from trainer.algorithm.transitions import DDPM, sample
+from trainer.algorithm.types import Gaussian, Queries, Trajectory
+
+WORDS = (
+    ("<pad>", "<null>")
+    + ("a", "one", "two", "three", "four", "left", "right", "of", "above", "below")
+    + ("red", "yellow", "green", "cyan", "blue", "purple")
+    + ("circle", "circles", "square", "squares", "triangle", "triangles")
+)
+PAD, NULL = 0, 1
+SYNONYMS = {"an": "a", "the": "", "to": "", "is": "", "on": ""}
+MAX_WORDS = 9
+
+
+@dataclass(frozen=True)
+class SmallConfig:
+    """Sizes of the model; stored in the checkpoint."""
+
+    grid: int = 4
+    patch: int = 12
+    channels: int = 24
+    width: int = 128
+    depth: int = 6
+    heads: int = 4
+    head_width: int = 160
+    head_depth: int = 3
+    train_timesteps: int = 1000
+
+
+def encode_prompts(prompts: Sequence[str]) -> Tensor:
+    """(B, MAX_WORDS) int64 word ids, padded. The empty prompt is the null prompt of guidance.
+
+    Raises ValueError naming the words that the model does not know, or a prompt that is too long.
+    """
+    rows = []
+    for prompt in prompts:
+        words = [SYNONYMS.get(w, w) for w in re.findall(r"[a-z]+", prompt.lower())]
+        words = [w for w in words if w]
+        unknown = sorted(set(words) - set(WORDS))
+        if unknown:
+            raise ValueError(
+                f"the small policy does not know {', '.join(unknown)} (prompt: {prompt!r}); "
+                f"its words are: {' '.join(WORDS[2:])}"
+            )
+        if len(words) > MAX_WORDS:
+            raise ValueError(f"the small policy reads at most {MAX_WORDS} words, not {len(words)}: {prompt!r}")
+        ids = [WORDS.index(w) for w in words] or [NULL]
+        rows.append(ids + [PAD] * (MAX_WORDS - len(ids)))
+    return torch.tensor(rows, dtype=torch.int64).reshape(len(rows), MAX_WORDS)
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block with full attention."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor, attend: Tensor) -> Tensor:
+        B, L, D = x.shape
+        q, k, v = self.qkv(self.norm1(x)).reshape(B, L, 3, self.heads, D // self.heads).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=attend)  # (B, heads, L, D / heads)
+        x = x + self.proj(mixed.transpose(1, 2).reshape(B, L, D))
+        return x + self.mlp(self.norm2(x))
+
+
+class Backbone(nn.Module):
+    """Words, known tokens and mask tokens in; the condition z of every image token out."""
+
+    def __init__(self, config: SmallConfig) -> None:
+        super().__init__()
+        N, D = config.grid**2, config.width
+        self.words = nn.Embedding(len(WORDS), D)
+        self.word_position = nn.Parameter(torch.randn(MAX_WORDS, D) * 0.02)
+        self.token_in = nn.Linear(config.channels, D)
+        self.mask_token = nn.Parameter(torch.randn(D) * 0.02)
+        self.position = nn.Parameter(torch.randn(N, D) * 0.02)
+        self.blocks = nn.ModuleList(Block(D, config.heads) for _ in range(config.depth))
+        self.norm = nn.LayerNorm(D)
+        self.position_out = nn.Parameter(torch.randn(N, D) * 0.02)
+
+    def forward(self, prompt_ids: Tensor, tokens: Tensor, known: Tensor) -> Tensor:
+        """(B, L) ids, (B, N, C) latents, (B, N) bool -> z (B, N, D). Latents of unknown tokens are not read."""
+        text = self.words(prompt_ids) + self.word_position  # (B, L, D)
+        image = torch.where(known[..., None], self.token_in(tokens), self.mask_token) + self.position  # (B, N, D)
+        x = torch.cat([text, image], dim=1)
+        attend = torch.cat([prompt_ids != PAD, torch.ones_like(known)], dim=1)[:, None, None, :]
+        for block in self.blocks:
+            x = block(x, attend)
+        z: Tensor = self.norm(x[:, -tokens.shape[1] :]) + self.position_out
+        return z
+
+
+class HeadBlock(nn.Module):
+    """A residual MLP block modulated by the condition (adaLN-zero)."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width, elementwise_affine=False)
+        self.mlp = nn.Sequential(nn.Linear(width, width), nn.SiLU(), nn.Linear(width, width))
+        self.modulation = nn.Linear(width, 3 * width)
+
+    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
+        shift, scale, gate = self.modulation(condition).chunk(3, dim=-1)
+        out: Tensor = x + gate * self.mlp(self.norm(x) * (1 + scale) + shift)
+        return out
+
+
+class DiffusionHead(nn.Module):
+    """The per-token denoising MLP: (Q, C) noisy latents, (Q,) train timesteps, (Q, D) conditions -> v (Q, C)."""
+
+    def __init__(self, config: SmallConfig) -> None:
+        super().__init__()
+        width = config.head_width
+        self.frequencies = 32
+        self.time = nn.Sequential(nn.Linear(2 * self.frequencies, width), nn.SiLU(), nn.Linear(width, width))
+        self.condition = nn.Linear(config.width, width)
+        self.x_in = nn.Linear(config.channels, width)
+        self.blocks = nn.ModuleList(HeadBlock(width) for _ in range(config.head_depth))
+        self.norm = nn.LayerNorm(width, elementwise_affine=False)
+        self.modulation = nn.Linear(width, 2 * width)
+        self.out = nn.Linear(width, config.channels)
+
+    def forward(self, x: Tensor, timestep: Tensor, z: Tensor) -> Tensor:
+        """``timestep`` is in training units, 0..999."""
+        rates = torch.exp(-math.log(10_000) * torch.arange(self.frequencies, device=x.device) / self.frequencies)
+        angles = timestep[:, None].float() * rates
+        time = self.time(torch.cat([angles.cos(), angles.sin()], dim=-1))
+        condition = F.silu(time + self.condition(z))
+        x = self.x_in(x)
+        for block in self.blocks:
+            x = block(x, condition)
+        shift, scale = self.modulation(condition).chunk(2, dim=-1)
+        out: Tensor = self.out(self.norm(x) * (1 + scale) + shift)
+        return out
+
+
+class SmallPolicy(nn.Module):
+    """The small MAR as a policy (:class:`trainer.policies.base.Policy`).
+
+    ``ar_steps`` (K, 1..16), ``diffusion_steps`` (T, at least 2) and ``guidance`` (1 = none) are sampling settings:
+    one checkpoint serves any of them.
+    """
+
+    codec_mean: Tensor
+    codec_basis: Tensor
+    codec_scale: Tensor
+
+    def __init__(
+        self, config: SmallConfig, *, ar_steps: int = 12, diffusion_steps: int = 16, guidance: float = 1.0
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.tokens, self.channels = config.grid**2, config.channels
+        if not 1 <= ar_steps <= self.tokens:
+            raise ValueError(f"ar_steps must lie in 1..{self.tokens} for the small policy, not {ar_steps}")
+        self.ar_steps, self.guidance = ar_steps, guidance
+        self.schedule = DDPM.cosine(train_steps=config.train_timesteps, steps=diffusion_steps, prediction="v")
+        self.backbone, self.head = Backbone(config), DiffusionHead(config)
+        self.apply(_initialise)
+        for block in self.head.blocks:
+            nn.init.zeros_(block.modulation.weight)
+        pixels = config.patch**2 * 3
+        self.register_buffer("codec_mean", torch.zeros(pixels))
+        self.register_buffer("codec_basis", torch.zeros(config.channels, pixels))
+        self.register_buffer("codec_scale", torch.ones(config.channels))
+
+    # ---- the codec: patches of pixels <-> latents ------------------------------------------------------------
+
+    def fit_codec(self, images: NDArray[np.uint8]) -> float:
+        """Fit the linear code on (B, H, W, 3) images: principal components of the patches that hold an object.
+
+        Latents are scaled by the square root of each component's deviation: a compromise between keeping the
+        components' natural weight and giving each the same. Returns the part of the variance that is kept.
+        """
+        patches = self._patches(images)
+        self.codec_mean = patches.median(dim=0).values
+        centred = patches - self.codec_mean
+        centred = centred[centred.abs().amax(dim=1) > 0.05].double()
+        _, singular, basis = torch.linalg.svd(centred, full_matrices=False)
+        self.codec_basis = basis[: self.channels].float()
+        deviation = (singular[: self.channels] / math.sqrt(len(centred))).float()
+        self.codec_scale = (deviation * deviation[:8].mean()).sqrt()
+        return float((singular[: self.channels] ** 2).sum() / (singular**2).sum())
+
+    def _patches(self, images: NDArray[np.uint8]) -> Tensor:
+        g, p = self.config.grid, self.config.patch
+        if images.shape[1:] != (g * p, g * p, 3):
+            raise ValueError(f"images must be (B, {g * p}, {g * p}, 3), not {images.shape}")
+        pixels = torch.from_numpy(np.ascontiguousarray(images)).float() / 127.5 - 1
+        return pixels.reshape(-1, g, p, g, p, 3).permute(0, 1, 3, 2, 4, 5).reshape(-1, p * p * 3)
+
+    def encode(self, images: NDArray[np.uint8]) -> Tensor:
+        """(B, H, W, 3) uint8 -> (B, N, C) float32 latents on the CPU."""
+        centred = self._patches(images) - self.codec_mean.cpu()
+        return (centred @ self.codec_basis.cpu().T / self.codec_scale.cpu()).reshape(len(images), self.tokens, -1)
+
+    @torch.no_grad()
+    def decode(self, tokens: Tensor) -> NDArray[np.uint8]:
+        """(B, N, C) latents -> (B, H, W, 3) uint8 images."""
+        g, p = self.config.grid, self.config.patch
+        pixels = (tokens.float() * self.codec_scale) @ self.codec_basis + self.codec_mean
+        pixels = pixels.reshape(-1, g, g, p, p, 3).permute(0, 1, 3, 2, 4, 5).reshape(-1, g * p, g * p, 3)
+        images: NDArray[np.uint8] = ((pixels + 1) * 127.5).round().clamp(0, 255).to(torch.uint8).cpu().numpy()
+        return images
+
+    # ---- scoring ---------------------------------------------------------------------------------------------
+
+    def conditions(self, prompt_ids: Tensor, tokens: Tensor, known: Tensor, guided: bool) -> Tensor:
+        """z (H, B, N, D): one backbone pass; with guidance the unconditional half rides in the same batch."""
+        if not guided or self.guidance == 1.0:
+            return self.backbone(prompt_ids, tokens, known)[None]  # type: ignore[no-any-return]
+        null = torch.full_like(prompt_ids, PAD)
+        null[:, 0] = NULL
+        z: Tensor = self.backbone(torch.cat([prompt_ids, null]), tokens.repeat(2, 1, 1), known.repeat(2, 1))
+        return z.reshape(2, *tokens.shape[:2], -1)
+
+    def transition(self, z_HQD: Tensor, x_QC: Tensor, step_Q: Tensor) -> Gaussian:
+        """One head step: the distribution of the next diffusion state. Sampling and scoring both come here."""
+        H, Q, D = z_HQD.shape
+        time = self.schedule.timesteps.to(x_QC.device)[step_Q]
+        v = self.head(x_QC.repeat(H, 1), time.repeat(H), z_HQD.reshape(H * Q, D)).float()
+        if H == 2:
+            conditional, unconditional = v.chunk(2)
+            v = unconditional + self.guidance * (conditional - unconditional)
+        return self.schedule.transition(v, x_QC, step_Q)
+
+    def forward(self, trajectory: Trajectory, ar_step: int, queries: Queries, guided: bool) -> Gaussian:
+        """Score transitions of one AR step; see :meth:`trainer.policies.base.Policy.forward`."""
+        known = trajectory.predicted_at < ar_step
+        z = self.conditions(trajectory.prompt_ids, trajectory.tokens, known, guided)
+        return self.transition(z[:, queries.image, queries.token], queries.x, queries.step)
+
+    # ---- sampling --------------------------------------------------------------------------------------------
+
+    def _denoise(self, z_HMD: Tensor, noise_MTC: Tensor) -> Tensor:
+        """Run the chain from ``noise[:, 0]``; step t draws with ``noise[:, t + 1]``. Returns (M, T+1, C) states."""
+        x = noise_MTC[:, 0]
+        chain = [x]
+        for step in range(self.schedule.steps):
+            steps = torch.full((len(x),), step, device=x.device)
+            x = sample(self.transition(z_HMD, x, steps), noise_MTC[:, step + 1])
+            chain.append(x)
+        return torch.stack(chain, dim=1)
+
+    @torch.no_grad()
+    def rollout(
+        self,
+        prompts: Sequence[str],
+        seeds: Sequence[int],
+        *,
+        full_chains_at: Collection[int] = (),
+        full_latents_at: Collection[int] = (),
+    ) -> Trajectory:
+        """Sample one image per prompt; see :meth:`trainer.policies.base.Policy.rollout`."""
+        device = self.codec_mean.device
+        B, N, C, T = len(prompts), self.tokens, self.channels, self.schedule.steps
+        prompt_ids = encode_prompts(prompts).to(device)
+        order = torch.stack([torch.randperm(N, generator=generator(seed, "order")) for seed in seeds])
+        kept_at = predicted_at(order, kept_per_step(N, self.ar_steps)).to(device)
+        kept_noise = normal(seeds, (N, T + 1, C), "kept").to(device)
+        tokens, chain = torch.zeros(B, N, C, device=device), torch.zeros(B, N, T + 1, C, device=device)
+        stitched: Tensor | None = None
+        full_chains, full_latents = {}, {}
+        for step in range(self.ar_steps):
+            known, kept = kept_at < step, kept_at == step
+            z = self.conditions(prompt_ids, tokens, known, guided=True)  # (H, B, N, D)
+            if stitched is None:
+                stitched = torch.zeros(B, len(z), N, z.shape[-1], device=device, dtype=z.dtype)
+            stitched = torch.where(kept[:, None, :, None], z.transpose(0, 1), stitched)
+            wanted, noise = kept, kept_noise
+            if step in full_chains_at or step in full_latents_at:
+                other = normal(seeds, (N, T + 1, C), "unknown", step).to(device)
+                wanted, noise = ~known, torch.where(kept[..., None, None], kept_noise, other)
+            states = torch.zeros(B, N, T + 1, C, device=device)
+            states[wanted] = self._denoise(z[:, wanted], noise[wanted])
+            if step in full_chains_at:
+                full_chains[step] = states
+            if step in full_latents_at:
+                full_latents[step] = torch.where(known[..., None], tokens, states[:, :, -1])
+            chain = torch.where(kept[..., None, None], states, chain)
+            tokens = torch.where(kept[..., None], states[:, :, -1], tokens)
+        assert stitched is not None
+        return Trajectory(prompt_ids, tokens, kept_at, chain, stitched, full_chains, full_latents)
+
+    @torch.no_grad()
+    def extra_trajectories(self, trajectory: Trajectory, count: int, seeds: Sequence[int]) -> Tensor:
+        """(B, S, N, T+1, C) fresh chains from z*; see :meth:`trainer.policies.base.Policy.extra_trajectories`."""
+        z = trajectory.stitched.transpose(0, 1).flatten(1, 2)  # (H, B * N, D)
+        B, N, T, C = len(trajectory), self.tokens, self.schedule.steps, self.channels
+        noises = [normal(seeds, (N, T + 1, C), "extra", s).to(z.device).flatten(0, 1) for s in range(count)]
+        return torch.stack([self._denoise(z, noise).reshape(B, N, T + 1, C) for noise in noises], dim=1)
+
+    # ---- parameters and files --------------------------------------------------------------------------------
+
+    def head_parameters(self) -> Iterator[nn.Parameter]:
+        """The diffusion head's parameters."""
+        return self.head.parameters()
+
+    def backbone_parameters(self) -> Iterator[nn.Parameter]:
+        """The transformer's parameters."""
+        return self.backbone.parameters()
+
+    def save(self, path: Path, note: dict[str, str] | None = None) -> None:
+        """Write a safetensors checkpoint (weights, codec, sizes, and a note of how it was made)."""
+        metadata = {"policy": "small", "config": json.dumps(asdict(self.config)), **(note or {})}
+        temporary = path.with_suffix(".partial")
+        temporary.write_bytes(save({k: v.cpu().contiguous() for k, v in self.state_dict().items()}, metadata))
+        temporary.replace(path)
+
+    @classmethod
+    def load(
+        cls, path: Path, *, ar_steps: int = 12, diffusion_steps: int = 16, guidance: float = 1.0
+    ) -> SmallPolicy:
+        """Read a checkpoint. Raises FileNotFoundError, or ValueError if it is not one of this model."""
+        if not path.is_file():
+            raise FileNotFoundError(f"no checkpoint at {path}; make one with `python trainer/pretrain.py`")
+        try:
+            with safe_open(path, framework="pt") as file:
+                metadata = file.metadata() or {}
+                state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except SafetensorError as error:
+            raise ValueError(f"{path} is not a safetensors file: {error}") from error
+        if metadata.get("policy") != "small":
+            raise ValueError(f"{path} is not a checkpoint of the small policy")
+        config = SmallConfig(**json.loads(metadata["config"]))
+        policy = cls(config, ar_steps=ar_steps, diffusion_steps=diffusion_steps, guidance=guidance)
+        try:
+            policy.load_state_dict(state)
+        except RuntimeError as error:
+            raise ValueError(f"{path} does not fit the small policy: {error}") from error
+        return policy.eval()
+
+    @staticmethod
+    def revision(path: Path) -> str:
+        """sha256 of a checkpoint file."""
+        return "sha256:" + hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _initialise(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear):
+        nn.init.xavier_uniform_(module.weight)
+        nn.init.zeros_(module.bias)
+    elif isinstance(module, nn.Embedding):
+        nn.init.normal_(module.weight, std=0.02)
