@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict
 
 Fraction = Annotated[float, Field(gt=0, le=1)]
 Count = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]
 
+ENV_PREFIX = "TRAINER_"
 ALIASES = {
     "reward-url": "reward.url",
     "reward": "reward.names",
@@ -231,12 +231,8 @@ class ReportConfig(Section):
     )
 
 
-class Config(BaseSettings):
+class Config(Section):
     """Train a masked autoregressive image model with MAR-GRPO against a reward server."""
-
-    model_config = SettingsConfigDict(
-        env_prefix="TRAINER_", env_nested_delimiter="__", extra="forbid", validate_default=True
-    )
 
     policy: PolicyConfig = PolicyConfig()
     prompts: PromptsConfig = PromptsConfig()
