@@ -27,7 +27,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from trainer.algorithm.schedule import kept_per_step, predicted_at
+from trainer.algorithm.schedule import predicted_at, tokens_per_ar_step
 from trainer.algorithm.seeds import generator, normal
 from trainer.algorithm.transitions import DDPM, sample
 from trainer.algorithm.types import Gaussian, Queries, Trajectory
@@ -291,7 +291,7 @@ class SmallPolicy(nn.Module):
         B, N, C, T = len(prompts), self.tokens, self.channels, self.schedule.steps
         prompt_ids = encode_prompts(prompts).to(device)
         order = torch.stack([torch.randperm(N, generator=generator(seed, "order")) for seed in seeds])
-        kept_at = predicted_at(order, kept_per_step(N, self.ar_steps)).to(device)
+        kept_at = predicted_at(order, tokens_per_ar_step(N, self.ar_steps)).to(device)
         kept_noise = normal(seeds, (N, T + 1, C), "kept").to(device)
         tokens, chain = torch.zeros(B, N, C, device=device), torch.zeros(B, N, T + 1, C, device=device)
         stitched: Tensor | None = None
