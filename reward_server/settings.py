@@ -7,7 +7,6 @@ module loads neither FastAPI nor Redis nor torch.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,8 +27,12 @@ class Settings(BaseModel):
 class Access(Settings):
     """The bearer token that guards everything but the health endpoints."""
 
-    token: SecretStr | None = Field(None, description="bearer token; better kept in the environment or token_file")
-    token_file: Path | None = Field(None, description="file that holds the bearer token (used when token is not set)")
+    token: SecretStr | None = Field(
+        default=None, description="bearer token; better kept in the environment or token_file"
+    )
+    token_file: Path | None = Field(
+        default=None, description="file that holds the bearer token (used when token is not set)"
+    )
 
     def bearer_token(self) -> str | None:
         """The token, from ``token`` or else from ``token_file``; None when neither is set.
@@ -55,43 +58,51 @@ class GatewayLimits(Settings):
     """Where the gateway keeps image payloads, and how much of everything it accepts."""
 
     spool: Literal["memory", "directory", "redis"] = Field(
-        "memory",
+        default="memory",
         description="where image payloads live: shared memory of this host, a directory (spool_dir), or Redis",
     )
     spool_dir: Path | None = Field(
-        None, description="directory of the payload files, which workers on this host map (spool: directory)"
+        default=None, description="directory of the payload files, which workers on this host map (spool: directory)"
     )
-    spool_max_bytes: int = Field(1 << 30, gt=0, description="bound of all payloads together, bytes")
-    spool_ttl_s: float = Field(900.0, gt=0, description="a payload is removed after this, seconds")
-    result_ttl_s: float = Field(900.0, gt=0, description="a job and its result are forgotten after this, seconds")
-    max_depth: int = Field(4096, gt=0, description="images that may wait for one reward; more is answered with 429")
-    max_wait_s: float = Field(60.0, ge=0, description="longest time that one request may wait for its result, seconds")
-    max_images: int = Field(1024, gt=0, description="images of one request")
-    max_pixels: int = Field(1 << 24, gt=0, description="pixels of one image")
-    max_body_bytes: int = Field(256 << 20, gt=0, description="size of one request, bytes")
+    spool_max_bytes: int = Field(default=1 << 30, gt=0, description="bound of all payloads together, bytes")
+    spool_ttl_s: float = Field(default=900.0, gt=0, description="a payload is removed after this, seconds")
+    result_ttl_s: float = Field(
+        default=900.0, gt=0, description="a job and its result are forgotten after this, seconds"
+    )
+    max_depth: int = Field(
+        default=4096, gt=0, description="images that may wait for one reward; more is answered with 429"
+    )
+    max_wait_s: float = Field(
+        default=60.0, ge=0, description="longest time that one request may wait for its result, seconds"
+    )
+    max_images: int = Field(default=1024, gt=0, description="images of one request")
+    max_pixels: int = Field(default=1 << 24, gt=0, description="pixels of one image")
+    max_body_bytes: int = Field(default=256 << 20, gt=0, description="size of one request, bytes")
 
 
 class GatewaySettings(Access, GatewayLimits):
     """The HTTP API."""
 
-    host: str = Field("127.0.0.1", description="address to listen on; other than loopback only with a token")
-    port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 takes a free one")
-    redis_url: str = Field(DEFAULT_REDIS_URL, description="Redis: redis://host:port/db, rediss:// or unix:///path")
-    log_level: LogLevel = Field("info", description="least severe messages to log")
+    host: str = Field(default="127.0.0.1", description="address to listen on; other than loopback only with a token")
+    port: int = Field(default=8000, ge=0, le=65535, description="port to listen on; 0 takes a free one")
+    redis_url: str = Field(
+        default=DEFAULT_REDIS_URL, description="Redis: redis://host:port/db, rediss:// or unix:///path"
+    )
+    log_level: LogLevel = Field(default="info", description="least severe messages to log")
 
 
 class WorkerTuning(Settings):
     """How a worker takes jobs and runs its model."""
 
-    device: str = Field("cpu", description="torch device of the model: cpu, cuda, cuda:1, mps")
-    max_batch: int = Field(16, gt=0, description="images scored together")
-    max_wait_ms: float = Field(5.0, ge=0, description="longest wait for a batch to fill, milliseconds")
-    max_tries: int = Field(3, gt=0, description="deliveries of an image before it is given up")
+    device: str = Field(default="cpu", description="torch device of the model: cpu, cuda, cuda:1, mps")
+    max_batch: int = Field(default=16, gt=0, description="images scored together")
+    max_wait_ms: float = Field(default=5.0, ge=0, description="longest wait for a batch to fill, milliseconds")
+    max_tries: int = Field(default=3, gt=0, description="deliveries of an image before it is given up")
     claim_idle_ms: int = Field(
-        15_000, gt=0, description="a dead worker's images go to another after this, milliseconds"
+        default=15_000, gt=0, description="a dead worker's images go to another after this, milliseconds"
     )
-    heartbeat_s: float = Field(2.0, gt=0, description="interval of the worker's signs of life, seconds")
-    threads: int = Field(1, gt=0, description="CPU threads of the model")
+    heartbeat_s: float = Field(default=2.0, gt=0, description="interval of the worker's signs of life, seconds")
+    threads: int = Field(default=1, gt=0, description="CPU threads of the model")
     options: dict[str, Any] = Field(default_factory=dict, description="options of the reward itself, see its file")
 
 
@@ -99,17 +110,21 @@ class WorkerSettings(Access, WorkerTuning):
     """One worker process: one reward model."""
 
     reward: str = Field(
-        "shapes", description="the reward to serve: a file name of reward_server/rewards, or module:Class"
+        default="shapes", description="the reward to serve: a file name of reward_server/rewards, or module:Class"
     )
-    redis_url: str = Field(DEFAULT_REDIS_URL, description="Redis: redis://host:port/db, rediss:// or unix:///path")
-    gateway_url: str | None = Field(None, description="gateway to fetch payloads from that are not on this host")
-    log_level: LogLevel = Field("info", description="least severe messages to log")
+    redis_url: str = Field(
+        default=DEFAULT_REDIS_URL, description="Redis: redis://host:port/db, rediss:// or unix:///path"
+    )
+    gateway_url: str | None = Field(
+        default=None, description="gateway to fetch payloads from that are not on this host"
+    )
+    log_level: LogLevel = Field(default="info", description="least severe messages to log")
 
 
 class RewardSettings(WorkerTuning):
     """One reward of ``reward-server up`` and of the trainer's embedded server."""
 
-    workers: int = Field(1, gt=0, description="processes that serve this reward")
+    workers: int = Field(default=1, gt=0, description="processes that serve this reward")
 
 
 class ServerSettings(Access):
@@ -119,17 +134,21 @@ class ServerSettings(Access):
         default_factory=lambda: {"shapes": RewardSettings()},
         description="rewards to serve: names (shapes,null) or a mapping of names to their settings",
     )
-    host: str = Field("127.0.0.1", description="address to listen on; other than loopback only with a token")
-    port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 takes a free one")
-    redis_url: str | None = Field(None, description="Redis to use; a bundled one is started when not set")
+    host: str = Field(default="127.0.0.1", description="address to listen on; other than loopback only with a token")
+    port: int = Field(default=8000, ge=0, le=65535, description="port to listen on; 0 takes a free one")
+    redis_url: str | None = Field(default=None, description="Redis to use; a bundled one is started when not set")
     cores: int | None = Field(
-        None, gt=0, description="CPU cores to share out; all that this process may use when not set"
+        default=None, gt=0, description="CPU cores to share out; all that this process may use when not set"
     )
-    start_timeout_s: float = Field(120.0, gt=0, description="longest time until all rewards are ready, seconds")
-    max_restarts: int = Field(5, ge=0, description="restarts of one worker within restart_window_s before giving up")
-    restart_window_s: float = Field(300.0, gt=0, description="time over which restarts are counted, seconds")
-    log_dir: Path | None = Field(None, description="folder for the processes' logs; a temporary one when not set")
-    log_level: LogLevel = Field("info", description="least severe messages to log")
+    start_timeout_s: float = Field(default=120.0, gt=0, description="longest time until all rewards are ready, seconds")
+    max_restarts: int = Field(
+        default=5, ge=0, description="restarts of one worker within restart_window_s before giving up"
+    )
+    restart_window_s: float = Field(default=300.0, gt=0, description="time over which restarts are counted, seconds")
+    log_dir: Path | None = Field(
+        default=None, description="folder for the processes' logs; a temporary one when not set"
+    )
+    log_level: LogLevel = Field(default="info", description="least severe messages to log")
     gateway: GatewayLimits = Field(default_factory=GatewayLimits, description="limits of the gateway")
 
     @field_validator("rewards", mode="before")
@@ -137,10 +156,7 @@ class ServerSettings(Access):
     def _names_are_enough(cls, value: Any) -> Any:
         """``shapes,null`` and ``[shapes, null]`` mean default settings for each; ``{shapes: null}`` too."""
         if isinstance(value, str):
-            text = value.strip()
-            value = (
-                json.loads(text) if text.startswith(("{", "[")) else [n for n in map(str.strip, text.split(",")) if n]
-            )
+            value = [name for name in map(str.strip, value.split(",")) if name]
         if isinstance(value, list):
             value = dict.fromkeys(value)
         if isinstance(value, dict):
@@ -153,5 +169,5 @@ class ServerSettings(Access):
 class EmbeddedSettings(ServerSettings):
     """The reward server that the trainer starts for itself: any free port, and a random token when none is given."""
 
-    port: int = Field(0, ge=0, le=65535, description="port to listen on; 0 takes a free one")
-    log_level: LogLevel = Field("warning", description="least severe messages to log")
+    port: int = Field(default=0, ge=0, le=65535, description="port to listen on; 0 takes a free one")
+    log_level: LogLevel = Field(default="warning", description="least severe messages to log")
