@@ -38,12 +38,15 @@ def draw_scenes(scenes: list[Scene], count: int, rng: np.random.Generator) -> li
     pairs = [s for s in scenes if s.relation is not None]
     is_single = rng.random(count) < COUNT_SHARE
     which = rng.random(count)
-    return [(singles if one else pairs)[int(u * len(singles if one else pairs))] for one, u in zip(is_single, which)]
+    return [
+        (singles if one else pairs)[int(u * len(singles if one else pairs))]
+        for one, u in zip(is_single, which, strict=True)
+    ]
 
 
 def denoising_loss(policy: SmallPolicy, prompt_ids: Tensor, tokens: Tensor, rng: torch.Generator) -> Tensor:
     """Mean squared error of the head's prediction on the masked tokens of a batch (B, N, C)."""
-    B, N, C = tokens.shape
+    B, N, _ = tokens.shape
     dropped = torch.rand(B, generator=rng) < 0.1
     null = torch.tensor([NULL] + [PAD] * (MAX_WORDS - 1))
     prompt_ids = torch.where(dropped[:, None], null, prompt_ids)
@@ -78,7 +81,7 @@ def pretrain(steps: int, batch: int, learning_rate: float, seed: int, config: Sm
         prompt_ids = encode_prompts([s.prompt for s in drawn])
         loss = denoising_loss(policy, prompt_ids, policy.encode(render(drawn, rng)), noise)
         optimizer.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
         optimizer.step()
         with torch.no_grad():
@@ -102,9 +105,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     started = time.monotonic()
-    policy, kept = pretrain(
-        arguments.steps, arguments.batch, arguments.learning_rate, arguments.seed, SmallConfig()
-    )
+    policy, kept = pretrain(arguments.steps, arguments.batch, arguments.learning_rate, arguments.seed, SmallConfig())
     minutes = (time.monotonic() - started) / 60
     command = (
         f"python trainer/pretrain.py --steps {arguments.steps} --batch {arguments.batch} "

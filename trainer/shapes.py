@@ -85,7 +85,9 @@ def _place(scene: Scene, rng: np.random.Generator) -> list[tuple[int, int]]:
     return [(b[0] + step[0], b[1] + step[1]), (b[0], b[1])]
 
 
-def _coverage(shapes: NDArray[np.int64], extent: NDArray[np.float64], centre: NDArray[np.float64]) -> NDArray[np.float32]:
+def _coverage(
+    shapes: NDArray[np.int64], extent: NDArray[np.float64], centre: NDArray[np.float64]
+) -> NDArray[np.float32]:
     """(M, CELL, CELL): the part of every pixel that is covered by each of M objects; ``centre`` (M, 2) is (y, x)."""
     axis = (np.arange(CELL * SUPERSAMPLING) + 0.5) / SUPERSAMPLING
     y = axis[None, :, None] - centre[:, :1, None]
@@ -96,7 +98,8 @@ def _coverage(shapes: NDArray[np.int64], extent: NDArray[np.float64], centre: ND
     triangle = (np.abs(y) <= half) & (np.abs(x) <= (y + half) / 2)  # apex on top
     inside = np.stack([circle, square, triangle])[shapes, np.arange(len(shapes))]
     blocks = inside.reshape(len(shapes), CELL, SUPERSAMPLING, CELL, SUPERSAMPLING)
-    return blocks.mean(axis=(2, 4), dtype=np.float32)
+    cover: NDArray[np.float32] = blocks.mean(axis=(2, 4), dtype=np.float32)
+    return cover
 
 
 def render(scenes: Sequence[Scene], rng: np.random.Generator) -> NDArray[np.uint8]:

@@ -115,7 +115,7 @@ def find_objects(image: Image) -> list[Found]:
     coverage = np.clip(np.take_along_axis(along, nearest[..., None], axis=2)[..., 0] / length[nearest], 0, 1)
     objects = []
     for colour in np.unique(nearest[coverage >= MIN_COVERAGE]):
-        labels, count = ndimage.label((coverage >= MIN_COVERAGE) & (nearest == colour))
+        labels, _ = ndimage.label((coverage >= MIN_COVERAGE) & (nearest == colour))
         for index, window in enumerate(ndimage.find_objects(labels), start=1):
             padded = tuple(slice(max(0, s.start - 2), s.stop + 2) for s in window)
             own = labels[padded] == index
@@ -242,9 +242,9 @@ class Model:
 
     def score(
         self, images: Sequence[Image], prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
-    ) -> list[float | None | Score]:
+    ) -> list[float | Score | None]:
         """Scores of (H, W, 3) uint8 images against their prompts, in the same order."""
-        scores: list[float | None | Score] = []
+        scores: list[float | Score | None] = []
         for image, prompt in zip(images, prompts, strict=True):
             claim = parse(prompt)
             if claim is None:

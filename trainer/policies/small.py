@@ -25,18 +25,16 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn.functional import scaled_dot_product_attention, silu
 
 from trainer.algorithm.schedule import predicted_at, tokens_per_ar_step
 from trainer.algorithm.seeds import generator, normal
 from trainer.algorithm.transitions import DDPM, sample
 from trainer.algorithm.types import Gaussian, Queries, Trajectory
 
-WORDS = (
-    ("<pad>", "<null>")
-    + ("a", "one", "two", "three", "four", "left", "right", "of", "above", "below")
-    + ("red", "yellow", "green", "cyan", "blue", "purple")
-    + ("circle", "circles", "square", "squares", "triangle", "triangles")
+WORDS = tuple(
+    "<pad> <null> a one two three four left right of above below red yellow green cyan blue purple "
+    "circle circles square squares triangle triangles".split()
 )
 PAD, NULL = 0, 1
 SYNONYMS = {"an": "a", "the": "", "to": "", "is": "", "on": ""}
@@ -93,9 +91,10 @@ class Block(nn.Module):
     def forward(self, x: Tensor, attend: Tensor) -> Tensor:
         B, L, D = x.shape
         q, k, v = self.qkv(self.norm1(x)).reshape(B, L, 3, self.heads, D // self.heads).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=attend)  # (B, heads, L, D / heads)
+        mixed = scaled_dot_product_attention(q, k, v, attn_mask=attend)  # (B, heads, L, D / heads)
         x = x + self.proj(mixed.transpose(1, 2).reshape(B, L, D))
-        return x + self.mlp(self.norm2(x))
+        out: Tensor = x + self.mlp(self.norm2(x))
+        return out
 
 
 class Backbone(nn.Module):
@@ -160,7 +159,7 @@ class DiffusionHead(nn.Module):
         rates = torch.exp(-math.log(10_000) * torch.arange(self.frequencies, device=x.device) / self.frequencies)
         angles = timestep[:, None].float() * rates
         time = self.time(torch.cat([angles.cos(), angles.sin()], dim=-1))
-        condition = F.silu(time + self.condition(z))
+        condition = silu(time + self.condition(z))
         x = self.x_in(x)
         for block in self.blocks:
             x = block(x, condition)
@@ -192,8 +191,6 @@ class SmallPolicy(nn.Module):
         self.schedule = DDPM.cosine(train_steps=config.train_timesteps, steps=diffusion_steps, prediction="v")
         self.backbone, self.head = Backbone(config), DiffusionHead(config)
         self.apply(_initialise)
-        for block in self.head.blocks:
-            nn.init.zeros_(block.modulation.weight)
         pixels = config.patch**2 * 3
         self.register_buffer("codec_mean", torch.zeros(pixels))
         self.register_buffer("codec_basis", torch.zeros(config.channels, pixels))
@@ -343,9 +340,7 @@ class SmallPolicy(nn.Module):
         temporary.replace(path)
 
     @classmethod
-    def load(
-        cls, path: Path, *, ar_steps: int = 12, diffusion_steps: int = 16, guidance: float = 1.0
-    ) -> SmallPolicy:
+    def load(cls, path: Path, *, ar_steps: int = 12, diffusion_steps: int = 16, guidance: float = 1.0) -> SmallPolicy:
         """Read a checkpoint. Raises FileNotFoundError, or ValueError if it is not one of this model."""
         if not path.is_file():
             raise FileNotFoundError(f"no checkpoint at {path}; make one with `python trainer/pretrain.py`")
@@ -372,7 +367,9 @@ class SmallPolicy(nn.Module):
 
 
 def _initialise(module: nn.Module) -> None:
-    if isinstance(module, nn.Linear):
+    if isinstance(module, HeadBlock):
+        nn.init.zeros_(module.modulation.weight)  # adaLN-zero: its own Linear was initialised before it
+    elif isinstance(module, nn.Linear):
         nn.init.xavier_uniform_(module.weight)
         nn.init.zeros_(module.bias)
     elif isinstance(module, nn.Embedding):
