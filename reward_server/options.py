@@ -176,7 +176,7 @@ def _unknown(model: type[BaseModel], key: Key, origin: str) -> OptionsError:
         inside = len(key) > len(leaf.key) + 1 and key[: len(leaf.key)] == leaf.key
         prefix = key[: len(leaf.key) + 1]
         known += [(*prefix, *inner.key) for inner in _leaves(value_model)] if inside and value_model else [leaf.key]
-    names = [".".join(k) for k in known]
+    names = sorted({".".join(k[:depth]) for k in known for depth in range(1, len(k) + 1)})  # settings and groups
     near = difflib.get_close_matches(".".join(key), names, n=1, cutoff=0.75)
     if not near:  # the right name in the wrong group
         last = difflib.get_close_matches(key[-1], [k[-1] for k in known], n=1, cutoff=0.7)
@@ -393,13 +393,15 @@ def _explain(model: type[BaseModel], problem: Mapping[str, Any], given: Sequence
     origins = [g.origin for g in given if g.key[: len(key)] == key or key[: len(g.key)] == g.key]
     if problem["type"] == "extra_forbidden":
         return str(_unknown(model, key, origins[-1]))
+    dotted = ".".join(key)
+    if problem["type"] == "model_type":
+        return f"{origins[-1]}: {dotted} is {problem['input']!r}; expected: a mapping of settings"
     if problem["type"] == "missing":
-        dotted = ".".join(key)
         return f"{dotted} is required: give it in --config, in the environment or as --{dotted.replace('_', '-')}"
     while key and _type_at(model, key) is None:  # a list's index or a union's member
         key = key[:-1]
     if not key:  # a rule over several settings
-        return ": ".join(filter(None, (".".join(map(str, problem["loc"])), message)))
+        return f"{dotted}: {message}" if dotted else message
     annotation = _type_at(model, key)
     if len(_members(annotation)) > 1 and problem["type"] != "value_error":
         message = "does not fit"
