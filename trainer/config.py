@@ -10,7 +10,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from reward_server.settings import Access, EmbeddedSettings
 
 Fraction = Annotated[float, Field(gt=0, le=1)]
 Count = Annotated[int, Field(ge=1)]
@@ -29,7 +31,7 @@ ALIASES = {
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", validate_default=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
 
 class PolicyConfig(Section):
@@ -37,14 +39,15 @@ class PolicyConfig(Section):
 
     name: str = Field(default="small", description="model family: the name of a file in trainer/policies")
     checkpoint: Path | None = Field(
-        default=None, description="weights to start from; default: the family's own base checkpoint"
+        default=None,
+        description="weights to start from: a file, or a run's checkpoint folder; none: the family's own",
     )
-    ar_steps: Count | None = Field(default=None, description="autoregressive steps K; default: the checkpoint's")
+    ar_steps: Count | None = Field(default=None, description="autoregressive steps K; none: the family's default")
     diffusion_steps: Annotated[int, Field(ge=2)] | None = Field(
-        default=None, description="diffusion sampling steps T; default: the checkpoint's"
+        default=None, description="diffusion sampling steps T; none: the family's default"
     )
     guidance: Annotated[float, Field(ge=1)] | None = Field(
-        default=None, description="classifier-free guidance scale, 1 = none; default: the checkpoint's"
+        default=None, description="classifier-free guidance scale, 1 = none; none: the family's default"
     )
     device: Literal["auto", "cpu"] = Field(default="auto", description="auto: a GPU if there is one")
     dtype: Literal["float32", "bfloat16"] = Field(
@@ -59,17 +62,14 @@ class PromptsConfig(Section):
     train: Path = Field(default=Path("configs/prompts/shapes_train.txt"), description="prompts to train on")
     heldout: Path = Field(default=Path("configs/prompts/shapes_heldout.txt"), description="prompts to evaluate on")
     text_key: str | None = Field(
-        default=None, description="field that holds the text; default: the first of prompt, text, caption"
+        default=None, description="field that holds the text; none: the first of prompt, text, caption"
     )
 
 
-class RewardConfig(Section):
+class RewardConfig(Access):
     """Where images are scored, and what becomes of the scores."""
 
-    url: str | None = Field(
-        default=None, description="reward server, http://host:port; default: start one for this run"
-    )
-    token: SecretStr | None = Field(default=None, description="bearer token of the reward server at url")
+    url: str | None = Field(default=None, description="reward server, http://host:port; none: start one for this run")
     names: Annotated[dict[str, float], Field(min_length=1)] = Field(
         default={"shapes": 1.0},
         description="rewards and their weights: {shapes: 1.0}, or shapes, or shapes=1,other=0.5",
@@ -97,6 +97,13 @@ class RewardConfig(Section):
             return {name.strip(): weight or 1.0 for name, _, weight in pairs}
         return value
 
+    @field_validator("names")
+    @classmethod
+    def _not_the_sum(cls, value: dict[str, float]) -> dict[str, float]:
+        if "reward" in value:
+            raise ValueError('"reward" names the weighted sum in logs and reports; give the reward another name')
+        return value
+
     @field_validator("url")
     @classmethod
     def _http(cls, value: str | None) -> str | None:
@@ -118,6 +125,9 @@ class AlgorithmConfig(Section):
     )
     mte_source: Literal["fresh", "bridged"] = Field(
         default="fresh", description="MTE's transitions: fresh trajectories (published) or bridges of the kept tokens"
+    )
+    bridge_target: Literal["mean", "sample"] = Field(
+        default="mean", description="where a bridge leads: the posterior's mean (less variance) or a sample of it"
     )
     top_fraction: Fraction = Field(default=0.3, description="share of an image's tokens that MTE applies to, 0 to 1")
     which: Literal["most", "least"] = Field(default="most", description="MTE on the most or the least uncertain tokens")
@@ -141,8 +151,8 @@ class AlgorithmConfig(Section):
         default="all",
         description="diffusion steps trained: all, a number drawn at random, or a list (0 = first after noise)",
     )
-    diffusion_weights: Literal["uniform"] | list[Annotated[float, Field(ge=0)]] = Field(
-        default="uniform", description="weight of each diffusion step 0..T-1, or uniform"
+    diffusion_weights: Literal["uniform", "variance"] | list[Annotated[float, Field(ge=0)]] = Field(
+        default="uniform", description="weight of each diffusion step 0..T-1; or uniform; or variance: by std^2"
     )
     clip: Annotated[float, Field(gt=0, lt=1)] | None = Field(
         default=0.2, description="ratio clipped to [1 - clip, 1 + clip]; matters with depth or more than one update"
@@ -161,11 +171,6 @@ class AlgorithmConfig(Section):
         if isinstance(value, list) and (not value or len(set(value)) != len(value)):
             raise ValueError(f"a list of diffusion steps must hold each step once and at least one, got {value}")
         return value
-
-    @property
-    def needs_uncertainty(self) -> bool:
-        """Whether the objective needs tokens ranked by uncertainty, hence extra trajectories."""
-        return self.mte and (self.top_fraction < 1 or self.mte_source == "fresh")
 
 
 class TrainConfig(Section):
@@ -187,9 +192,7 @@ class TrainConfig(Section):
     max_grad_norm: Annotated[float, Field(gt=0)] = Field(default=1.0, description="gradient norm is clipped to this")
     seed: Annotated[int, Field(ge=0, lt=2**31)] = Field(default=0, description="seed of prompts, samples and subsets")
     mixed_precision: Literal["no", "bf16", "fp16"] = Field(default="no", description="accelerate's mixed precision")
-    threads: Count | None = Field(
-        default=None, description="torch threads per process; default: cores left by the server"
-    )
+    threads: Count | None = Field(default=None, description="torch threads per process; none: cores left by the server")
 
 
 class CheckpointConfig(Section):
@@ -220,9 +223,8 @@ class ReportConfig(Section):
     )
     trackers: list[str] = Field(default=["tensorboard"], description="accelerate trackers: tensorboard, wandb, ...")
     sheet_prompts: Annotated[int, Field(ge=0)] = Field(
-        default=8, description="prompts on the before/after sheet; 0: no sheet"
+        default=8, description="held-out prompts on the contact sheets, with all their images; 0: no sheets"
     )
-    sheet_images: Count = Field(default=4, description="images per prompt on the sheet")
     snr_every: Annotated[int, Field(ge=0)] = Field(
         default=0, description="steps between gradient signal-to-noise measurements; 0: at the start only"
     )
@@ -237,6 +239,11 @@ class Config(Section):
     policy: PolicyConfig = PolicyConfig()
     prompts: PromptsConfig = PromptsConfig()
     reward: RewardConfig = RewardConfig()
+    server: EmbeddedSettings = Field(
+        default=EmbeddedSettings(),
+        description="The reward server started for this run when reward.url is not set; it serves reward.names, each "
+        "with its settings in server.rewards if there are any",
+    )
     algorithm: AlgorithmConfig = AlgorithmConfig()
     train: TrainConfig = TrainConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -256,7 +263,7 @@ class Config(Section):
                 "algorithm.clip must be a number when train.depth > 0 or algorithm.updates_per_rollout > 1: "
                 "the policy then moves away from the one that sampled; set algorithm.clip, for example to 0.2"
             )
-        if a.needs_uncertainty and a.top_fraction < 1 and a.mte_trajectories < 2:
+        if a.mte and a.top_fraction < 1 and a.mte_trajectories < 2:
             raise ValueError(
                 "algorithm.mte_trajectories must be at least 2 when algorithm.top_fraction < 1: uncertainty is the "
                 "spread between trajectories; raise it, or set algorithm.top_fraction to 1"
