@@ -215,7 +215,8 @@ def queries(
     """The transitions to score at an AR step, for all images whatever their advantage.
 
     ``uncertain_BN`` is :func:`plan`'s. ``step_weights_T``: see
-    :func:`trainer.algorithm.schedule.diffusion_step_weights`; steps of weight 0 make no rows. ``seeds``: one per image; a bridge's noise depends on them and the AR step alone.
+    :func:`trainer.algorithm.schedule.diffusion_step_weights`; steps of weight 0 make no rows.
+    ``seeds``: one per image; the noise of an image's bridges depends on its seed and the AR step alone.
     Raises ValueError where the rollout did not record what the objective needs.
     """
     completion_BN, kept_BN = token_masks(trajectory, ar_step, objective)
@@ -333,9 +334,9 @@ def loss(
     """The AR step's part of the loss for these rows.
 
     ``new``: the policy's Gaussians of ``step.rows``, with gradient; ``denominators``: :func:`counts` of the global
-    batch; ``ar_steps``: K', the number of AR steps trained; ``old_log_prob``: (Q, C) under the policy that sampled, None for
-    on-policy (ratio 1, with gradient); ``reference``: the frozen policy's Gaussians of ``step.kl_queries()``, needed
-    when beta > 0. Raises ValueError when it is missing or a step without noise is scored.
+    batch; ``ar_steps``: K', the number of AR steps trained; ``old_log_prob``: (Q, C) of ``step.rows`` under the policy
+    that sampled, None for on-policy (ratio 1, with gradient); ``reference``: the frozen policy's Gaussians of
+    ``step.kl_queries()``, needed when beta > 0. Raises ValueError when it is missing or a step without noise is scored.
     """
     in_policy = step.policy_weight > 0
     log_prob_QC = gaussian_log_prob(step.rows.target, new)[in_policy]

@@ -45,7 +45,7 @@ def uncertain_mask(uncertainty_BN: Tensor, fraction: float, which: Which = "most
 
 
 def completion_mask(predicted_at_BN: Tensor, ar_step: int, scope: TokenScope) -> Tensor:
-    """``unknown`` (published): tokens not yet known at the step, with those that it keeps; ``predicted``: only those."""
+    """``unknown`` (published): all tokens unknown at the step; ``predicted``: those that it predicts and keeps."""
     return predicted_at_BN >= ar_step if scope == "unknown" else predicted_at_BN == ar_step
 
 
