@@ -106,8 +106,8 @@ def save(
     if accelerator.is_main_process:
         for file in (*partial.iterdir(), partial):
             _flush(file)
-        if final.exists():  # the same step again, after a resume from an older checkpoint
-            shutil.rmtree(final)
+        if final.exists():  # the same step again, after a failure or a resume from an older checkpoint
+            _remove(final)
         partial.rename(final)
         _flush(root)
         for old in _complete(root)[:-keep]:

@@ -81,7 +81,7 @@ class RewardConfig(Access):
     on_missing: Literal["drop", "stop"] = Field(
         default="drop", description="an image without a score: drop it from its group, or stop the run"
     )
-    timeout_s: Seconds = Field(default=60.0, description="time allowed for one HTTP request, seconds")
+    timeout_s: Seconds = Field(default=600.0, description="longest time to score one job, outages aside, seconds")
     give_up_after_s: Seconds = Field(
         default=600.0, description="how long to wait for a reward server that is away, seconds"
     )

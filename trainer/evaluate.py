@@ -1,0 +1,194 @@
+"""Score a policy on held-out prompts, with confidence intervals: ``python trainer/evaluate.py --checkpoint PATH``.
+
+Every prompt gets the same seeds whatever the policy, so that two evaluations are compared pair by pair. Images of
+one prompt are not independent of each other, hence intervals resample *prompts* (a cluster bootstrap).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":  # run as a script: make `trainer` the package, not this folder a source of modules
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+import numpy as np
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from numpy.typing import NDArray
+
+from trainer.algorithm.seeds import derive_seed
+from trainer.policies.base import Policy
+from trainer.prompts import Prompt
+from trainer.rewards import RewardClient, RewardScores
+
+RESAMPLES = 10_000
+TOTAL = "reward"
+"""Name of the weighted sum of all rewards."""
+
+Floats = NDArray[np.float64]
+Flags = NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean over prompts with its 95 % interval; None where there are too few prompts (0 for a mean, 1 for an interval)."""
+
+    mean: float | None
+    low: float | None
+    high: float | None
+    prompts: int
+
+    def text(self) -> str:
+        if self.mean is None:
+            return "no scores"
+        if self.low is None:
+            return f"{self.mean:.4f}"
+        return f"{self.mean:.4f} [{self.low:.4f}, {self.high:.4f}]"
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def bootstrap(values_P: Floats) -> Interval:
+    """Mean of one value per prompt, and the 2.5 and 97.5 percentiles of the means of resampled prompts (seeded)."""
+    count = len(values_P)
+    if count < 2:
+        return Interval(float(values_P[0]) if count else None, None, None, count)
+    drawn = np.random.default_rng(0).integers(0, count, size=(RESAMPLES, count))
+    low, high = np.percentile(values_P[drawn].mean(axis=1), [2.5, 97.5])
+    return Interval(float(values_P.mean()), float(low), float(high), count)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Scores of P prompts with M images each, by name: each reward, its sub-scores (``shapes.strict``), and ``reward``."""
+
+    prompts: list[str]
+    scores: dict[str, Floats]
+    """(P, M); only where valid does a number mean anything"""
+    valid: dict[str, Flags]
+    """(P, M): False where a score is missing"""
+    images: NDArray[np.uint8] = field(default_factory=lambda: np.zeros((0, 0, 1, 1, 3), np.uint8))
+    """(P', M, H, W, 3): of the prompts that were to be shown"""
+
+    @property
+    def images_per_prompt(self) -> int:
+        return self.scores[TOTAL].shape[1]
+
+    def prompt_means(self, name: str) -> tuple[Floats, Flags]:
+        """(P,) mean over each prompt's valid images, and whether it has any."""
+        valid = self.valid[name]
+        count = valid.sum(axis=1)
+        means = np.where(valid, self.scores[name], 0.0).sum(axis=1) / np.maximum(count, 1)
+        return means, count > 0
+
+    def interval(self, name: str) -> Interval:
+        means, valid = self.prompt_means(name)
+        return bootstrap(means[valid])
+
+    def missing(self, name: str) -> int:
+        return int((~self.valid[name]).sum())
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything but the images; a missing score is null."""
+        scores = {
+            name: [[v if ok else None for v, ok in zip(*row, strict=True)] for row in _rows(values, self.valid[name])]
+            for name, values in self.scores.items()
+        }
+        intervals = {name: self.interval(name).to_json() for name in self.scores}
+        missing = {name: self.missing(name) for name in self.scores}
+        return {"intervals": intervals, "missing": missing, "prompts": self.prompts, "scores": scores}
+
+    @staticmethod
+    def from_json(line: Mapping[str, Any]) -> Evaluation:
+        """The inverse of :meth:`to_json`, without images."""
+        arrays = {name: np.array(rows, dtype=float) for name, rows in line["scores"].items()}  # null becomes NaN
+        valid = {name: ~np.isnan(array) for name, array in arrays.items()}
+        scores = {name: np.where(valid[name], array, 0.0) for name, array in arrays.items()}
+        return Evaluation(line["prompts"], scores, valid)
+
+
+def difference(before: Evaluation, after: Evaluation, name: str) -> Interval:
+    """Mean of after - before over the prompts that have a score in both, paired by prompt.
+
+    Raises ValueError if the evaluations are not of the same prompts.
+    """
+    if before.prompts != after.prompts:
+        raise ValueError("only evaluations of the same prompts can be compared pair by pair")
+    (old, old_valid), (new, new_valid) = before.prompt_means(name), after.prompt_means(name)
+    both = old_valid & new_valid
+    return bootstrap(new[both] - old[both])
+
+
+def share(count: int, accelerator: Accelerator) -> range:
+    """The contiguous part of ``count`` items that this process works on."""
+    rank, processes = accelerator.process_index, accelerator.num_processes
+    return range(count * rank // processes, count * (rank + 1) // processes)
+
+
+def evaluate(
+    policy: Policy,
+    client: RewardClient,
+    prompts: Sequence[Prompt],
+    *,
+    images_per_prompt: int,
+    weights: Mapping[str, float],
+    accelerator: Accelerator,
+    batch: int,
+    shown: Sequence[int] = (),
+) -> Evaluation:
+    """Generate and score; every process calls it with the same arguments and gets the same answer.
+
+    ``batch``: images sampled at once. ``shown``: indices of the prompts whose images are wanted.
+    """
+    mine = list(share(len(prompts), accelerator))
+    pairs = [(p, m) for p in mine for m in range(images_per_prompt)]
+    parts: list[dict[str, Any]] = []
+    for start in range(0, len(pairs), batch):
+        chunk = pairs[start : start + batch]
+        texts = [prompts[p].text for p, _ in chunk]
+        seeds = [derive_seed("evaluate", p, m) for p, m in chunk]
+        images = policy.decode(policy.rollout(texts, seeds).tokens)
+        job = client.submit(images, texts, [prompts[p].metadata for p, _ in chunk])
+        scores, valid = columns(job.result(), weights)
+        kept = [(pair, images[i]) for i, pair in enumerate(chunk) if pair[0] in shown]
+        parts.append({"pairs": chunk, "scores": scores, "valid": valid, "images": kept})
+    gathered: list[dict[str, Any]] = gather_object(parts)
+    shape = (len(prompts), images_per_prompt)
+    result = Evaluation([p.text for p in prompts], {}, {})
+    pictures: dict[tuple[int, int], NDArray[np.uint8]] = {}
+    for part in gathered:
+        rows, cols = np.array(part["pairs"]).T
+        pictures.update(part["images"])
+        for name, values in part["scores"].items():
+            result.scores.setdefault(name, np.zeros(shape))[rows, cols] = values
+            result.valid.setdefault(name, np.zeros(shape, bool))[rows, cols] = part["valid"][name]
+    if not shown:
+        return result
+    images = np.stack([np.stack([pictures[p, m] for m in range(images_per_prompt)]) for p in shown])
+    return Evaluation(result.prompts, result.scores, result.valid, images)
+
+
+def columns(answer: RewardScores, weights: Mapping[str, float]) -> tuple[dict[str, Floats], dict[str, Flags]]:
+    """(B,) numbers and validity by name: rewards, sub-scores as ``reward.sub``, and the weighted sum as ``reward``.
+
+    The sum is missing where any of its rewards is.
+    """
+    scores: dict[str, Floats] = {}
+    valid: dict[str, Flags] = {}
+    for name in weights:
+        scores[name], valid[name] = answer.scores[name], answer.valid[name]
+        for detail, values in answer.details[name].items():
+            scores[f"{name}.{detail}"] = np.where(np.isnan(values), 0.0, values)
+            valid[f"{name}.{detail}"] = valid[name] & ~np.isnan(values)
+    everything = np.logical_and.reduce([valid[name] for name in weights])
+    total = sum(weight * np.where(everything, scores[name], 0.0) for name, weight in weights.items())
+    return {TOTAL: np.asarray(total), **scores}, {TOTAL: everything, **valid}
+
+
+def _rows(values: Floats, valid: Flags) -> list[tuple[list[float], list[bool]]]:
+    return list(zip(values.tolist(), valid.tolist(), strict=True))

@@ -1,0 +1,373 @@
+"""The training step, from prompts to parameters. One step of MAR-GRPO (arXiv 2604.06966):
+
+    sample a rollout, send its images to the reward server       (rollout.py)
+    with depth > 0, sample the next ones while scores are computed
+    receive the oldest rollout's scores -> advantages within each group
+    for each chosen AR step: score its transitions with gradient, back-propagate, free the graph
+    clip the gradient, step the optimizer
+
+Losses are sums over rows divided by counts of the *global* batch, so any number of processes and any micro-batch
+gives the same gradient.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from trainer import checkpoints
+from trainer.algorithm.advantages import Advantages, group_advantages
+from trainer.algorithm.objective import Counts, StepQueries, counts, loss
+from trainer.algorithm.types import Gaussian, Trajectory
+from trainer.config import Config
+from trainer.diagnostics import measure_signal
+from trainer.evaluate import TOTAL, Flags, Floats, evaluate, share
+from trainer.launch import UserError
+from trainer.policies.base import Policy
+from trainer.prompts import Prompt
+from trainer.report import RunFolder, spread
+from trainer.rewards import RewardError
+from trainer.rollout import Rollout, Sampler
+
+SHOWN = ("reward/mean", "kl", "grad_norm", "images_per_s", "time/wait_s")
+"""Metrics on the progress bar."""
+
+
+@dataclass
+class Run:
+    """The parts of a run, built by run.py."""
+
+    config: Config
+    accelerator: Accelerator
+    sampler: Sampler
+    policy: Policy
+    """The bare policy: sampling and saving."""
+    model: nn.Module
+    """The same policy as accelerate wrapped it: scoring with gradient."""
+    reference: Policy | None
+    """The frozen policy that KL is measured against; None when beta is 0."""
+    parameters: list[nn.Parameter]
+    """Those that are trained."""
+    optimizer: Any
+    scheduler: torch.optim.lr_scheduler.LRScheduler
+    heldout: list[Prompt]
+    checkpoints: Path
+    """Folder of the checkpoints"""
+    manifest: dict[str, Any]
+    """Facts for checkpoints and the report: settings, versions, revisions."""
+    stop: Callable[[], bool]
+    """Whether the user asked to stop."""
+    folder: RunFolder | None
+    """None on all processes but the main one."""
+    step: int = 0
+    """Training steps done"""
+    pending: deque[Rollout] = field(default_factory=deque)
+    """Rollouts that wait for their scores, oldest first"""
+    evaluated_at: int | None = None
+    """The step of the last held-out evaluation"""
+    saved_at: int | None = None
+
+
+def train(run: Run) -> None:
+    """Train from ``run.step`` to ``train.steps``, or until the user asks to stop.
+
+    Raises UserError when training cannot go on (missing scores with ``on_missing: stop``, a gradient that is not
+    finite) and RewardError when the reward server stays away; where the state is whole it is saved first.
+    """
+    config = run.config
+    steps, depth = config.train.steps, config.train.depth
+    if run.evaluated_at is None:
+        evaluate_heldout(run)
+    bar = tqdm(total=steps, initial=run.step, desc="train", unit="step", disable=run.folder is None, mininterval=0.5)
+    with bar:
+        while run.step < steps and not agree(run, run.stop()):
+            started = time.monotonic()
+            while len(run.pending) <= depth and run.step + len(run.pending) < steps:
+                run.pending.append(run.sampler.sample(run.step + len(run.pending)))
+            sampled = time.monotonic()
+
+            rollout = run.pending[0]
+            scores, valid = receive(run, rollout)
+            received = time.monotonic()
+
+            advantages = group_advantages(
+                torch.from_numpy(np.stack([scores[name] for name in config.reward.names], axis=1)),
+                torch.from_numpy(np.stack([valid[name] for name in config.reward.names], axis=1)),
+                config.train.group_size,
+                list(config.reward.names.values()),
+                config.reward.mix,
+            )
+            if due(run.step, config.report.snr_every) or run.step == 0:
+                log_signal(run, rollout, advantages)
+            stats = update(run, rollout, advantages)
+            run.pending.popleft()
+            run.step += 1
+
+            images = len(scores[TOTAL])
+            finished = time.monotonic()
+            stats |= reward_metrics(scores, valid) | {
+                "signal_fraction": float(advantages.signal.float().mean()),
+                "images_per_s": images / (finished - started),
+                "time/step_s": finished - started,
+                "time/rollout_s": sampled - started,
+                "time/wait_s": received - sampled,
+                "time/update_s": finished - received,
+            }
+            log_step(run, stats, bar)
+            if due(run.step, config.evaluate.every):
+                evaluate_heldout(run)
+            if due(run.step, config.checkpoint.every):
+                save(run)
+    if run.step == steps and run.evaluated_at != run.step:
+        evaluate_heldout(run)
+    if run.saved_at != run.step:
+        save(run)
+
+
+def receive(run: Run, rollout: Rollout) -> tuple[dict[str, Floats], dict[str, Flags]]:
+    """The scores of the global batch, by name, on every process.
+
+    When a process cannot have its scores, all of them save and stop together: the rollout is still pending then.
+    """
+    weights, failure = run.config.reward.names, None
+    try:
+        local = rollout.collect(weights)
+    except RewardError as error:
+        local, failure = ({}, {}), error
+    if agree(run, failure is not None):
+        save(run)
+        raise failure or UserError("another process could not get its scores; see its message")
+    parts = gather_object([local])
+    names = list(dict.fromkeys(name for part in parts for name in part[0]))
+    size = len(rollout.seeds)  # sub-scores that one process did not get are missing there
+    nothing = np.zeros(size), np.zeros(size, dtype=bool)
+    scores = {name: np.concatenate([part[0].get(name, nothing[0]) for part in parts]) for name in names}
+    valid = {name: np.concatenate([part[1].get(name, nothing[1]) for part in parts]) for name in names}
+    missing = int((~valid[TOTAL]).sum())
+    if missing and run.config.reward.on_missing == "stop":
+        save(run)
+        raise UserError(
+            f"{missing} of {len(valid[TOTAL])} images of step {rollout.index} got no score, and reward.on_missing is "
+            f"stop: {rollout.reason or 'see the other processes'}"
+        )
+    return scores, valid
+
+
+def update(run: Run, rollout: Rollout, advantages: Advantages) -> dict[str, Any]:
+    """All optimizer steps on one rollout; returns the metrics of the last one, its loss summed over processes."""
+    images = share(len(advantages.values), run.accelerator)
+    mine = slice(images.start, images.stop)
+    device = run.accelerator.device
+    values_B, signal_B = advantages.values[mine].to(device), advantages.signal[mine].to(device)
+    denominators = global_counts(run, rollout, signal_B)
+    beta = run.config.algorithm.kl_beta
+    ar_steps = [k for k in rollout.ar_steps if denominators[k].policy or beta > 0]
+    stats: dict[str, Any] = {"lr": run.scheduler.get_last_lr()[0]}
+    for _ in range(run.config.algorithm.updates_per_rollout):
+        totals = Totals(device)
+        for ar_step in ar_steps:
+            backward(run, rollout, ar_step, values_B, signal_B, denominators[ar_step], ar_step == ar_steps[-1], totals)
+        stats |= totals.metrics(run.accelerator)
+        stats["grad_norm"] = optimizer_step(run) if ar_steps else 0.0
+    return stats
+
+
+def backward(
+    run: Run,
+    rollout: Rollout,
+    ar_step: int,
+    values_B: Tensor,
+    signal_B: Tensor,
+    denominators: Counts,
+    is_last: bool,
+    totals: Totals,
+) -> None:
+    """Back-propagate one AR step's loss, micro-batch by micro-batch, so that one graph is alive at a time."""
+    processes = run.accelerator.num_processes
+    micro_batches = -(-len(rollout.seeds) // run.config.train.micro_batch)
+    for number, images, part, whole in run.sampler.passes(rollout, ar_step):
+        step, kept = whole.with_signal(signal_B[images])
+        final = is_last and number == micro_batches - 1
+        if len(step) == 0 and processes == 1:
+            continue  # with several, all of them must take part in every pass
+        old = rollout.old_log_probs.get(f"{ar_step}/{number}")
+        part, step, advantages = used_images(part, step, values_B[images])
+        reference = None
+        if run.reference is not None:
+            with torch.no_grad(), run.accelerator.autocast():
+                reference = run.reference.forward(part, ar_step, step.kl_queries(), run.sampler.guided)
+        # Gradients of all passes add up locally; the last one adds them up over processes.
+        with contextlib.nullcontext() if final else run.accelerator.no_sync(run.model):
+            new: Gaussian = run.model(part, ar_step, step.rows, run.sampler.guided)
+            result = loss(
+                step,
+                new,
+                advantages,
+                denominators,
+                len(rollout.ar_steps),
+                run.sampler.objective,
+                old_log_prob=None if old is None else old[kept],
+                reference=reference,
+            )
+            run.accelerator.backward(result.loss * processes)  # DDP averages, the loss is a sum
+        totals.add(result)
+
+
+def used_images(
+    trajectory: Trajectory, step: StepQueries, advantages_B: Tensor
+) -> tuple[Trajectory, StepQueries, Tensor]:
+    """Leave out the images that no row asks for (but one), so that the backbone does not read them."""
+    bare = replace(trajectory, full_chains={}, full_latents={}, extra_chains=None)
+    used, position = step.rows.image.unique(return_inverse=True)
+    if len(used) == 0:
+        used = used.new_zeros(1)
+    rows = replace(step.rows, image=position)
+    return bare.select(used), replace(step, rows=rows), advantages_B[used]
+
+
+def optimizer_step(run: Run) -> float:
+    """Clip, step and clear; returns the gradient's norm before clipping. Raises UserError if it is not finite."""
+    norm = float(run.accelerator.clip_grad_norm_(run.parameters, run.config.train.max_grad_norm))
+    if not math.isfinite(norm) and run.accelerator.scaler is None:  # with a loss scaler, overflow is part of its search
+        raise UserError(
+            f"the gradient of step {run.step} is not finite (norm {norm}); lower train.learning_rate, or leave out "
+            "the diffusion steps whose noise is huge in the report's signal table (algorithm.diffusion_steps)"
+        )
+    run.optimizer.step()
+    run.scheduler.step()
+    run.optimizer.zero_grad(set_to_none=True)
+    return norm
+
+
+class Totals:
+    """Sums of one update's statistics, kept on the device until the update is done."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.sums = torch.zeros(5, dtype=torch.float64, device=device)
+        self.ratio_max = torch.zeros(1, device=device)
+
+    def add(self, result: Any) -> None:
+        rows = result.policy_rows
+        parts = [result.policy, result.kl, result.ratio_mean * rows, result.clip_fraction * rows]
+        self.sums += torch.stack([*(p.double() for p in parts), torch.tensor(rows, device=self.sums.device).double()])
+        self.ratio_max = torch.maximum(self.ratio_max, result.ratio_max.reshape(1).to(self.ratio_max))
+
+    def metrics(self, accelerator: Accelerator) -> dict[str, Any]:
+        policy, kl, ratio, clipped, rows = accelerator.reduce(self.sums, "sum").tolist()
+        largest = float(accelerator.gather(self.ratio_max).max())
+        return {
+            "policy_term": policy,
+            "kl": kl,
+            "ratio_mean": ratio / rows if rows else None,
+            "ratio_max": largest if rows else None,
+            "clip_fraction": clipped / rows if rows else None,
+            "transitions": int(rows),
+        }
+
+
+def global_counts(run: Run, rollout: Rollout, signal_B: Tensor) -> dict[int, Counts]:
+    """Each AR step's denominators over all processes."""
+    local = [counts(rollout.trajectory, k, run.sampler.objective, signal_B) for k in rollout.ar_steps]
+    pairs = torch.tensor([[c.policy, c.kl] for c in local], dtype=torch.int64, device=run.accelerator.device)
+    summed = run.accelerator.reduce(pairs, "sum").tolist()
+    return {k: Counts(*row) for k, row in zip(rollout.ar_steps, summed, strict=True)}
+
+
+def reward_metrics(scores: dict[str, Floats], valid: dict[str, Flags]) -> dict[str, Any]:
+    """Mean and standard deviation of each score over the images that have it, and how many have none."""
+    metrics: dict[str, Any] = {}
+    for name, values in scores.items():
+        seen = values[valid[name]]
+        prefix = TOTAL if name == TOTAL else f"{TOTAL}/{name}"
+        metrics[f"{prefix}/mean"] = float(seen.mean()) if len(seen) else None
+        metrics[f"{prefix}/std"] = float(seen.std()) if len(seen) else None
+    metrics["missing"] = int((~valid[TOTAL]).sum())
+    return metrics
+
+
+def log_step(run: Run, stats: dict[str, Any], bar: Any) -> None:
+    """One line in metrics.jsonl, the trackers and the progress bar."""
+    if run.folder is None:
+        return
+    run.folder.metrics.append(run.step, stats)
+    run.accelerator.log({k: v for k, v in stats.items() if v is not None}, step=run.step)
+    bar.set_postfix({k.split("/")[-1 if "time" in k else 0]: f"{stats[k]:.3g}" for k in SHOWN if stats[k] is not None})
+    bar.update()
+    if stats["missing"]:
+        bar.write(f"step {run.step}: {stats['missing']} images got no score and were left out")
+
+
+def log_signal(run: Run, rollout: Rollout, advantages: Advantages) -> None:
+    """Measure the gradient's signal-to-noise per diffusion step and log it."""
+    if run.config.report.snr_groups == 0:
+        return
+    measured = measure_signal(run.sampler, rollout, advantages, run.parameters)
+    if run.folder is not None and measured is not None:
+        run.folder.signal.append(run.step, measured)
+
+
+def evaluate_heldout(run: Run) -> None:
+    """Score the held-out prompts, log the result and keep the images for the contact sheets."""
+    if run.config.evaluate.prompts == 0:
+        return
+    sheet = run.config.report.sheet_prompts
+    result = evaluate(
+        run.policy,
+        run.sampler.client,
+        run.heldout,
+        images_per_prompt=run.config.evaluate.seeds,
+        weights=run.config.reward.names,
+        accelerator=run.accelerator,
+        batch=run.config.train.rollout_batch,
+        shown=spread(len(run.heldout), sheet),
+    )
+    run.evaluated_at = run.step
+    if run.folder is not None:
+        run.folder.add_evaluation(run.step, result)
+        tqdm.write(f"step {run.step}: held-out reward {result.interval(TOTAL).text()}")
+        values = {f"heldout/{name}": result.interval(name).mean for name in result.scores}
+        run.accelerator.log({k: v for k, v in values.items() if v is not None}, step=run.step)
+
+
+def save(run: Run) -> None:
+    """Write a checkpoint. Every process calls it."""
+    checkpoints.save(
+        run.checkpoints,
+        run.step,
+        accelerator=run.accelerator,
+        policy=run.policy,
+        training=training_states(run),
+        pending=[rollout.pending(run.config.reward.names) for rollout in run.pending],
+        manifest=run.manifest,
+        keep=run.config.checkpoint.keep,
+    )
+    run.saved_at = run.step
+
+
+def training_states(run: Run) -> dict[str, checkpoints.Stateful]:
+    """What is restored beside the policy's weights."""
+    states: dict[str, checkpoints.Stateful] = {"optimizer": run.optimizer, "scheduler": run.scheduler}
+    return states | ({"scaler": run.accelerator.scaler} if run.accelerator.scaler is not None else {})
+
+
+def agree(run: Run, flag: bool) -> bool:
+    """Whether any process raised its flag, so that all of them act alike."""
+    flags = torch.tensor([float(flag)], device=run.accelerator.device)
+    return float(run.accelerator.reduce(flags, "sum")) > 0
+
+
+def due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
