@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, JsonValue, ValidationError, model_validator
 
-VERSION = "1"
+VERSION: Literal["1"] = "1"
 CONTENT_TYPE = "application/vnd.safetensors"
 MAX_HEADER_BYTES = 16 << 20
 """Bound of the JSON header: prompts and metadata of one request, bytes."""
@@ -92,7 +92,7 @@ class RewardResult(Message):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         count = len(self.scores)
-        if any(len(column) != count for column in (self.reasons, *self.details.values())):
+        if len(self.reasons) != count or any(len(column) != count for column in self.details.values()):
             raise ValueError("scores, reasons and details differ in length")
         if any((score is None) != bool(reason) for score, reason in zip(self.scores, self.reasons, strict=True)):
             raise ValueError("a score is null exactly where a reason is given")
@@ -212,7 +212,7 @@ def encode_request(request: ScoreRequest, images: Images) -> list[bytes | memory
     text += b" " * (-len(text) % 8)
     if len(text) > MAX_HEADER_BYTES:
         raise ContractError(f"prompts and metadata take {len(text)} bytes, at most {MAX_HEADER_BYTES}", "request")
-    return [len(text).to_bytes(8, "little") + text, *(memoryview(np.ascontiguousarray(t)).cast("B") for t in tensors)]
+    return [len(text).to_bytes(8, "little") + text, *(np.ascontiguousarray(t).data.cast("B") for t in tensors)]
 
 
 def header_length(prefix: bytes | bytearray | memoryview) -> int:

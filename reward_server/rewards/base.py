@@ -1,0 +1,102 @@
+"""The reward plug-in: what a reward model must offer, and how one is found by name.
+
+A reward is one file of this folder, named like the reward, with a class ``Model`` (see ``null.py`` for the shortest
+one). A reward of another package is named ``module:Class``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import pkgutil
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias, runtime_checkable
+
+from reward_server.contract import NAME_PATTERN, Image
+
+_NOT_REWARDS = {"base"}
+
+
+@dataclass(frozen=True)
+class Score:
+    """One image's score with sub-scores, or None with the reason why there is none."""
+
+    value: float | None
+    details: Mapping[str, float | None] = field(default_factory=dict)
+    reason: str | None = None
+
+
+Scored: TypeAlias = float | Score | None
+
+
+@runtime_checkable
+class Reward(Protocol):
+    """One reward model.
+
+    The constructor takes no arguments and is quick; ``setup`` loads. Whatever ``score`` raises for a batch makes the
+    worker score its halves, so one bad image fails alone; running out of memory makes it use smaller batches, too.
+    """
+
+    name: str
+    """What requests call it"""
+    revision: str
+    """Of the weights, e.g. the start of their sha256: scores of different revisions must not be mixed"""
+    description: str
+    """One line for people"""
+    needs: tuple[str, ...]
+    """Metadata keys without which an image cannot be scored; the worker refuses such images with a reason"""
+
+    def setup(self, device: str, **options: Any) -> None:
+        """Load and warm up on a torch device such as ``cpu`` or ``cuda:1``. Unknown options are a TypeError."""
+
+    def score(
+        self, images: Sequence[Image], prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
+    ) -> Sequence[Scored]:
+        """Score uint8 RGB images [H, W, 3], whose sizes may differ; one entry per image, in order.
+
+        The arrays are read-only views of shared memory: copy before changing one. None, NaN or infinity is a
+        failure, never a score; say why with ``Score(None, reason="...")``.
+        """
+
+
+class RewardLoadError(Exception):
+    """No such reward, or its file does not offer one; the message says what to do."""
+
+
+def available() -> list[str]:
+    """Names of the rewards in this folder, without importing any."""
+    names = (module.name for module in pkgutil.iter_modules([str(Path(__file__).parent)]))
+    return sorted(name for name in names if name not in _NOT_REWARDS and not name.startswith("_"))
+
+
+def load(name: str) -> Reward:
+    """The reward ``name`` of this folder, or ``module:Class`` of another package; ``setup`` is not called yet.
+
+    Raises:
+        RewardLoadError: it does not exist, lacks a package, or is not a reward.
+    """
+    module_name, colon, class_name = name.partition(":")
+    if not colon:
+        if name not in available():
+            close = difflib.get_close_matches(name, available(), n=1)
+            hint = f"did you mean {close[0]!r}? " if close else ""
+            raise RewardLoadError(f"no reward {name!r}; {hint}available: {', '.join(available())}, or module:Class")
+        module_name, class_name = f"reward_server.rewards.{name}", "Model"
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise RewardLoadError(f"reward {name!r} needs the package {error.name!r}, which is not installed") from error
+    model = getattr(module, class_name, None)
+    if model is None:
+        raise RewardLoadError(f"{module_name} has no class {class_name}")
+    reward = model()
+    if not isinstance(reward, Reward):
+        wanted = ("name", "revision", "description", "needs", "setup", "score")
+        missing = [attribute for attribute in wanted if not hasattr(reward, attribute)]
+        raise RewardLoadError(f"{module_name}.{class_name} is not a reward: it lacks {', '.join(missing)}")
+    if not re.match(NAME_PATTERN, reward.name):
+        raise RewardLoadError(f"{module_name}.{class_name}.name is {reward.name!r}, which must match {NAME_PATTERN}")
+    return reward
