@@ -35,7 +35,7 @@ Flags = NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean over prompts with its 95 % interval; None where there are too few prompts (0 for a mean, 1 for an interval)."""
+    """A mean over prompts with its 95 % interval; None without prompts, an interval also without a second one."""
 
     mean: float | None
     low: float | None
@@ -65,7 +65,7 @@ def bootstrap(values_P: Floats) -> Interval:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Scores of P prompts with M images each, by name: each reward, its sub-scores (``shapes.strict``), and ``reward``."""
+    """Scores of P prompts with M images each, by name: rewards, sub-scores (``shapes.strict``), and ``reward``."""
 
     prompts: list[str]
     scores: dict[str, Floats]
@@ -77,7 +77,7 @@ class Evaluation:
 
     @property
     def images_per_prompt(self) -> int:
-        return self.scores[TOTAL].shape[1]
+        return int(self.scores[TOTAL].shape[1])
 
     def prompt_means(self, name: str) -> tuple[Floats, Flags]:
         """(P,) mean over each prompt's valid images, and whether it has any."""

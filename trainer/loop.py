@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -231,7 +231,7 @@ def used_images(
 ) -> tuple[Trajectory, StepQueries, Tensor]:
     """Leave out the images that no row asks for (but one), so that the backbone does not read them."""
     bare = replace(trajectory, full_chains={}, full_latents={}, extra_chains=None)
-    used, position = step.rows.image.unique(return_inverse=True)
+    used, position = torch.unique(step.rows.image, return_inverse=True)
     if len(used) == 0:
         used = used.new_zeros(1)
     rows = replace(step.rows, image=position)
@@ -323,7 +323,7 @@ def evaluate_heldout(run: Run) -> None:
     """Score the held-out prompts, log the result and keep the images for the contact sheets."""
     if run.config.evaluate.prompts == 0:
         return
-    sheet = run.config.report.sheet_prompts
+    shown = spread(len(run.heldout), run.config.report.sheet_prompts)
     result = evaluate(
         run.policy,
         run.sampler.client,
@@ -332,11 +332,11 @@ def evaluate_heldout(run: Run) -> None:
         weights=run.config.reward.names,
         accelerator=run.accelerator,
         batch=run.config.train.rollout_batch,
-        shown=spread(len(run.heldout), sheet),
+        shown=shown,
     )
     run.evaluated_at = run.step
     if run.folder is not None:
-        run.folder.add_evaluation(run.step, result)
+        run.folder.add_evaluation(run.step, result, shown)
         tqdm.write(f"step {run.step}: held-out reward {result.interval(TOTAL).text()}")
         values = {f"heldout/{name}": result.interval(name).mean for name in result.scores}
         run.accelerator.log({k: v for k, v in values.items() if v is not None}, step=run.step)
@@ -348,7 +348,7 @@ def save(run: Run) -> None:
         run.checkpoints,
         run.step,
         accelerator=run.accelerator,
-        policy=run.policy,
+        policy=cast(checkpoints.SavesItself, run.policy),
         training=training_states(run),
         pending=[rollout.pending(run.config.reward.names) for rollout in run.pending],
         manifest=run.manifest,

@@ -73,17 +73,17 @@ class RunFolder:
         self.signal = JsonLines(root / "signal.jsonl")
 
     def truncate(self, step: int) -> None:
-        """Forget what was logged after ``step``; -1 forgets all."""
-        for log in (self.metrics, self.evaluations, self.signal):
-            log.truncate(step)
+        """Forget what was logged after ``step``, and what a run that goes on from there logs again."""
+        self.metrics.truncate(step)
+        self.evaluations.truncate(step)
+        self.signal.truncate(step - 1)  # measured before a step's update
 
     def write_json(self, name: str, values: Mapping[str, Any]) -> None:
         (self.root / name).write_text(json.dumps(values, indent=1, allow_nan=False) + "\n")
 
-    def add_evaluation(self, step: int, evaluation: Evaluation, sheet_prompts: int) -> None:
-        """Log an evaluation, and keep the images of ``sheet_prompts`` prompts for the contact sheets."""
-        shown = spread(len(evaluation.prompts), sheet_prompts)
-        np.save(self._samples(step), evaluation.images[shown], allow_pickle=False)
+    def add_evaluation(self, step: int, evaluation: Evaluation, shown: Sequence[int]) -> None:
+        """Log an evaluation, and keep its images, of the prompts ``shown``, for the contact sheets."""
+        np.save(self._samples(step), evaluation.images, allow_pickle=False)
         self.evaluations.append(step, evaluation.to_json())
         if shown:
             contact_sheet(self.root / "samples" / f"step-{step:08d}.png", *self._block(step, evaluation, shown))
@@ -184,8 +184,9 @@ def markdown(summary: Mapping[str, Any]) -> str:
     lines = [
         "# Run report",
         "",
-        f"{summary['steps']} steps in {summary['seconds'] / 60:.1f} min, of which "
-        f"{summary['seconds_waiting_for_rewards']:.1f} s waiting for rewards; {summary['missing_scores']} missing scores.",
+        f"{summary['steps']} steps in {summary['seconds'] / 60:.1f} min, "
+        f"{summary['seconds_waiting_for_rewards']:.1f} s of it waiting for rewards; "
+        f"{summary['missing_scores']} missing scores.",
     ]
     heldout = {k: v for k, v in summary["heldout"].items() if isinstance(v, dict)}
     if heldout:

@@ -23,7 +23,7 @@ from trainer.algorithm.seeds import derive_seed, generator
 from trainer.algorithm.transitions import gaussian_log_prob
 from trainer.algorithm.types import Trajectory
 from trainer.checkpoints import Pending
-from trainer.config import Config
+from trainer.config import AlgorithmConfig, Config
 from trainer.evaluate import Flags, Floats, columns, share
 from trainer.policies.base import Policy
 from trainer.prompts import Prompt, PromptSampler
@@ -194,3 +194,21 @@ class Rollout:
 
 def _tensor(array: NDArray[np.generic]) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(array))
+
+
+def build_objective(algorithm: AlgorithmConfig) -> Objective:
+    """The settings of the loss as the pure functions take them."""
+    return Objective(
+        mte_trajectories=algorithm.mte_trajectories if algorithm.mte else 0,
+        mte_source=algorithm.mte_source,
+        bridge_target=algorithm.bridge_target,
+        top_fraction=algorithm.top_fraction,
+        which=algorithm.which,
+        consistency=algorithm.consistency,
+        consistency_threshold=algorithm.consistency_threshold,
+        token_scope=algorithm.token_scope,
+        clip_range=None if algorithm.clip is None else (algorithm.clip, algorithm.clip),
+        ratio=algorithm.ratio,
+        kl_beta=algorithm.kl_beta,
+        kl_form=algorithm.kl_form,
+    )
