@@ -8,7 +8,7 @@ from trainer.algorithm.types import Gaussian, Queries, Trajectory
 
 
 class Toy:
-    """prediction = tanh(x w + z + time/1000): nonlinear in x and z; z (K, B, N, C) is the condition, and the parameter."""
+    """prediction = tanh(x/2 + z + time/1000), nonlinear; z (K, B, N, C) is the condition, and the parameter."""
 
     def __init__(self, images=4, tokens=6, channels=2, ar_steps=4, diffusion_steps=5, extra=3, seed=0, schedule=None):
         self.generator = torch.Generator().manual_seed(seed)
@@ -61,7 +61,7 @@ class Toy:
         return self.transition(queries.x, z_KBNC[ar_step, queries.image, queries.token], queries.step)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def toy():
     return Toy
 
