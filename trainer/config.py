@@ -30,6 +30,10 @@ ALIASES = {
 """Short command-line options and the settings they stand for."""
 
 
+class UserError(ValueError):
+    """A mistake that the user can put right: shown as one line, without a traceback."""
+
+
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
@@ -275,30 +279,30 @@ class Config(Section):
         return self
 
     def check_model(self, ar_steps: int, diffusion_steps: int) -> None:
-        """Checks that need the model: raises ValueError if a setting names steps that it does not have.
+        """Checks that need the model: raises UserError if a setting names steps that it does not have.
 
         ``ar_steps`` is the model's K, ``diffusion_steps`` its T.
         """
         a = self.algorithm
         if isinstance(a.diffusion_steps, list) and max(a.diffusion_steps) >= diffusion_steps:
-            raise ValueError(
+            raise UserError(
                 f"algorithm.diffusion_steps names step {max(a.diffusion_steps)}, but the model has steps 0 to "
                 f"{diffusion_steps - 1}; lower it or raise policy.diffusion_steps"
             )
         if isinstance(a.diffusion_weights, list) and len(a.diffusion_weights) != diffusion_steps:
-            raise ValueError(
+            raise UserError(
                 f"algorithm.diffusion_weights has {len(a.diffusion_weights)} entries, but the model has "
                 f"{diffusion_steps} diffusion steps; give one weight per step"
             )
         if a.ar_steps_per_update > ar_steps:
-            raise ValueError(
+            raise UserError(
                 f"algorithm.ar_steps_per_update is {a.ar_steps_per_update}, but the model has {ar_steps} AR steps"
             )
 
     def check_processes(self, processes: int) -> None:
-        """Raises ValueError unless whole groups can be shared out evenly among ``processes``."""
+        """Raises UserError unless whole groups can be shared out evenly among ``processes``."""
         if self.train.prompts_per_step % processes:
-            raise ValueError(
+            raise UserError(
                 f"train.prompts_per_step is {self.train.prompts_per_step}, which {processes} processes cannot share "
                 "evenly; make it a multiple of the number of processes"
             )

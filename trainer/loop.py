@@ -32,10 +32,9 @@ from trainer import checkpoints
 from trainer.algorithm.advantages import Advantages, group_advantages
 from trainer.algorithm.objective import Counts, StepQueries, counts, loss
 from trainer.algorithm.types import Gaussian, Trajectory
-from trainer.config import Config
+from trainer.config import Config, UserError
 from trainer.diagnostics import measure_signal
 from trainer.evaluate import TOTAL, Flags, Floats, evaluate, share
-from trainer.launch import UserError
 from trainer.policies.base import Policy
 from trainer.prompts import Prompt
 from trainer.report import RunFolder, spread

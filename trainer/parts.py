@@ -1,0 +1,171 @@
+"""Build what the loop needs from the settings: processes, reward server and client, policy, optimizer."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedDataParallelKwargs, broadcast_object_list
+from torch import nn
+
+from reward_server.embedded import EmbeddedServer
+from reward_server.settings import EmbeddedSettings, RewardSettings
+from trainer.config import Config, UserError
+from trainer.policies.base import Policy
+from trainer.prompts import Prompt, load_prompts
+from trainer.rewards import RewardClient
+
+
+def build_accelerator(config: Config, run_dir: Path | None = None) -> Accelerator:
+    """Devices, processes, mixed precision and trackers. ``run_dir`` is where trackers write; None: no trackers."""
+    return Accelerator(
+        cpu=config.policy.device == "cpu" or not torch.cuda.is_available(),
+        mixed_precision=config.train.mixed_precision,
+        log_with=list(config.report.trackers) if run_dir is not None else None,
+        project_dir=run_dir,
+        # Masks and guidance decide which parameters a backward pass reaches.
+        kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False, find_unused_parameters=True)],
+    )
+
+
+@contextmanager
+def reward_client(config: Config, accelerator: Accelerator) -> Iterator[RewardClient]:
+    """A client of the reward server at ``reward.url``, or of one that lives as long as this context.
+
+    The main process starts the server and tells the others where it is. Sets torch's number of threads, too: what
+    the server leaves of the cores, shared among the processes of this machine.
+    """
+    with ExitStack() as stack:
+        found: list[Any] = [None]
+        failure: Exception | None = None
+        if accelerator.is_main_process:
+            try:
+                found = [_find_server(config, stack)]
+            except Exception as error:  # told to the other processes, which wait for the address, then raised
+                failure = error
+        broadcast_object_list(found)
+        if failure is not None:
+            raise failure
+        if found[0] is None:
+            raise UserError("the main process could not start the reward server")
+        url, token, cores = found[0]
+        torch.set_num_threads(config.train.threads or max(1, cores // _local_processes()))
+        client = stack.enter_context(
+            RewardClient(
+                url,
+                token,
+                config.reward.names,
+                timeout_s=config.reward.timeout_s,
+                give_up_after_s=config.reward.give_up_after_s,
+            )
+        )
+        yield client
+
+
+def _find_server(config: Config, stack: ExitStack) -> tuple[str, str | None, int]:
+    """URL and token of the reward server, and the cores that are left for training."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if config.reward.url is not None:
+        return config.reward.url, config.reward.bearer_token(), cores
+    known = config.server.rewards
+    rewards = {name: known.get(name, RewardSettings()) for name in config.reward.names}
+    settings: EmbeddedSettings = config.server.model_copy(update={"rewards": rewards})
+    server = stack.enter_context(EmbeddedServer(settings))
+    return server.url, server.token, server.trainer_threads
+
+
+def _local_processes() -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def load_policy(config: Config, checkpoint: Path | None = None) -> tuple[Policy, Path]:
+    """The policy that ``policy`` names, in evaluation mode on the CPU, and the file that its weights came from.
+
+    ``checkpoint`` stands in for ``policy.checkpoint``: a file, a checkpoint folder, or a run's folder (its newest).
+    The family NAME is the class NamePolicy of trainer/policies/name.py. Raises UserError for what does not exist.
+    """
+    name = config.policy.name
+    if not name.isidentifier() or find_spec(f"trainer.policies.{name}") is None:
+        folder = Path(__file__).parent / "policies"
+        known = sorted(p.stem for p in folder.glob("*.py") if p.stem not in ("__init__", "base"))
+        raise UserError(f"policy.name: there is no policy {name!r}; there are: {', '.join(known)}")
+    family = getattr(importlib.import_module(f"trainer.policies.{name}"), f"{name.capitalize()}Policy")
+    path = policy_file(checkpoint or config.policy.checkpoint, name)
+    chosen = {
+        key: value
+        for key in ("ar_steps", "diffusion_steps", "guidance")
+        if (value := getattr(config.policy, key)) is not None
+    }
+    try:
+        policy = family.load(path, **chosen)
+    except (FileNotFoundError, ValueError) as error:
+        raise UserError(f"policy: {error}") from error
+    as_module(policy).to(getattr(torch, config.policy.dtype)).eval()
+    return policy, path
+
+
+def as_module(policy: Policy) -> nn.Module:
+    """The policy as the module that it is, too; a protocol cannot say so."""
+    if not isinstance(policy, nn.Module):
+        raise TypeError(f"a policy must be a torch.nn.Module, {type(policy).__name__} is not")
+    return policy
+
+
+def policy_file(checkpoint: Path | None, name: str) -> Path:
+    """The weights that a path means: itself, a checkpoint folder's, a run's newest; None: the family's own."""
+    if checkpoint is None:
+        return Path(__file__).parent / "policies" / "weights" / f"{name}.safetensors"
+    runs = sorted((checkpoint / "checkpoints").glob("step-*/policy.safetensors"))
+    if runs:
+        return runs[-1]
+    return checkpoint / "policy.safetensors" if checkpoint.is_dir() else checkpoint
+
+
+def freeze(policy: Policy, head: str) -> list[nn.Parameter]:
+    """Let gradients reach what ``algorithm.head`` trains, and return those parameters.
+
+    ``frozen``: the backbone; gradients still flow *through* the head. ``only``: the head. ``trained``: both.
+    """
+    as_module(policy).requires_grad_(False)
+    chosen = [] if head == "only" else list(policy.backbone_parameters())
+    chosen += [] if head == "frozen" else list(policy.head_parameters())
+    for parameter in chosen:
+        parameter.requires_grad_(True)
+    return chosen
+
+
+def build_optimizer(
+    config: Config, parameters: list[nn.Parameter]
+) -> tuple[torch.optim.AdamW, torch.optim.lr_scheduler.LambdaLR]:
+    """AdamW, and its learning rate: linear warm-up, then constant or a cosine to zero at the last update."""
+    train = config.train
+    updates = train.steps * config.algorithm.updates_per_rollout
+
+    def factor(update: int) -> float:
+        if update < train.warmup_steps:
+            return (update + 1) / (train.warmup_steps + 1)
+        if train.scheduler == "constant":
+            return 1.0
+        done = (update - train.warmup_steps) / max(1, updates - train.warmup_steps)
+        return 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+
+    optimizer = torch.optim.AdamW(
+        parameters, lr=train.learning_rate, betas=train.betas, weight_decay=train.weight_decay
+    )
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+
+
+def read_prompts(path: Path, text_key: str | None) -> list[Prompt]:
+    """Prompts of a file; raises UserError naming file and line when it cannot be read."""
+    try:
+        return load_prompts(path, text_key)
+    except (OSError, ValueError) as error:
+        raise UserError(str(error)) from error
