@@ -125,7 +125,7 @@ class StepQueries:
     def with_signal(self, signal_B: Tensor) -> tuple[StepQueries, Tensor]:
         """Without the policy rows of images that carry no signal (B,) bool; and the (Q',) index of the rows that
         remain, to pick log-probabilities recorded before the scores were known."""
-        policy_weight = self.policy_weight * signal_B[self.rows.image]
+        policy_weight = self.policy_weight * signal_B.to(self.policy_weight.device)[self.rows.image]
         index = ((policy_weight > 0) | (self.kl_weight > 0)).nonzero().squeeze(1)
         return StepQueries(self.rows, policy_weight, self.kl_weight).select(index), index
 
@@ -198,7 +198,7 @@ def token_masks(trajectory: Trajectory, ar_step: int, objective: Objective) -> t
 def counts(trajectory: Trajectory, ar_step: int, objective: Objective, signal_B: Tensor) -> Counts:
     """The denominators of these images' part; sum them over the global batch before :func:`loss`."""
     completion_BN, kept_BN = token_masks(trajectory, ar_step, objective)
-    return Counts(int((kept_BN & signal_B[:, None]).sum()), int(completion_BN.sum()))
+    return Counts(int((kept_BN & signal_B.to(kept_BN.device)[:, None]).sum()), int(completion_BN.sum()))
 
 
 def queries(
