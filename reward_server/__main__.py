@@ -1,0 +1,7 @@
+"""``python -m reward_server`` is ``reward-server``."""
+
+import sys
+
+from reward_server.cli import main
+
+sys.exit(main())

