@@ -32,7 +32,7 @@ def tokens_per_ar_step(tokens: int, steps: int, *, rounding: Literal["floor", "r
     counts, masked_before = [], tokens
     for k in range(1, steps):
         wanted = math.floor(tokens * math.cos(math.pi / 2 * k / steps))
-        masked_now = max(steps - k, min(masked_before - 1, wanted))
+        masked_now = min(masked_before - 1, wanted)  # never below K - k, since cos is concave and K <= N
         counts.append(masked_before - masked_now)
         masked_before = masked_now
     return [*counts, masked_before]

@@ -96,6 +96,7 @@ def test_no_steps_cannot_be_drawn(generator):
 def test_weights_have_mean_one_over_the_steps():
     schedule = DDPM.cosine(steps=5)
     assert diffusion_step_weights(schedule, "uniform", [1, 3]).tolist() == [0, 1, 0, 1, 0]
+    assert diffusion_step_weights(schedule, "uniform", [1, 3, 3]).tolist() == [0, 1, 0, 1, 0]
     assert diffusion_step_weights(schedule, [9, 1, 0, 3, 9], [1, 2, 3]).tolist() == pytest.approx([0, 0.75, 0, 2.25, 0])
     variance = diffusion_step_weights(schedule, "variance", [0, 1, 2, 3])
     assert (variance[0] / variance[3]).item() == pytest.approx((schedule.std[0] / schedule.std[3]).item() ** 2)
