@@ -1,0 +1,67 @@
+"""The server's settings: what users may write for rewards and tokens, and the configurations that we ship."""
+
+from pathlib import Path
+
+import pytest
+from pydantic import SecretStr, ValidationError
+
+from reward_server.options import load
+from reward_server.settings import ENV_PREFIX, EmbeddedSettings, GatewaySettings, ServerSettings
+
+ROOT = Path(__file__).parents[2]
+
+
+def up(*argv):
+    return load(ServerSettings, argv, prog="up", description="", env_prefix=ENV_PREFIX)
+
+
+@pytest.mark.parametrize(
+    ("argv", "batches"),
+    [
+        ([], {"shapes": 16}),
+        (["--rewards", "shapes,null"], {"shapes": 16, "null": 16}),
+        (["--rewards", "[shapes]"], {"shapes": 16}),
+        (["--rewards", "{shapes: {max_batch: 8}, 'null': }"], {"shapes": 8, "null": 16}),
+        (["--rewards.shapes.max_batch", "4"], {"shapes": 4}),
+        (["--rewards", "shapes,null", "--rewards.null.max-batch", "4"], {"shapes": 16, "null": 4}),
+        (["--rewards", "[shapes, 'null']", "--rewards.null.max-batch", "4"], {"shapes": 16, "null": 4}),
+    ],
+)
+def test_rewards_may_be_names_or_a_mapping(argv, batches):
+    assert {name: reward.max_batch for name, reward in up(*argv).rewards.items()} == batches
+
+
+def test_no_reward_at_all_is_refused():
+    with pytest.raises(ValidationError, match="at least one reward must be named"):
+        ServerSettings(rewards=" , ")
+
+
+def test_the_token_comes_from_the_setting_or_else_from_the_file(tmp_path):
+    file = tmp_path / "token"
+    file.write_text("from-file\n")
+    assert GatewaySettings().bearer_token() is None
+    assert GatewaySettings(token_file=file).bearer_token() == "from-file"
+    assert GatewaySettings(token=SecretStr("set"), token_file=file).bearer_token() == "set"
+
+
+def test_an_empty_token_is_an_error_and_not_an_open_server(tmp_path):
+    file = tmp_path / "token"
+    file.write_text("\n")
+    for settings in (GatewaySettings(token_file=file), GatewaySettings(token=SecretStr(" "))):
+        with pytest.raises(ValueError, match="is empty"):
+            settings.bearer_token()
+    with pytest.raises(ValueError, match="nowhere cannot be read"):
+        GatewaySettings(token_file=tmp_path / "nowhere").bearer_token()
+
+
+def test_embedded_settings_take_a_free_port_and_say_little():
+    assert EmbeddedSettings().port == 0
+    assert EmbeddedSettings().log_level == "warning"
+    assert ServerSettings().port == 8000
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs/rewards").glob("*.yaml")), ids=lambda path: path.name)
+def test_the_configurations_that_we_ship_load(path):
+    settings = up("--config", str(path))
+    assert list(settings.rewards) == [path.stem]
+    assert settings.host == "127.0.0.1"
