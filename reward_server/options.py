@@ -7,8 +7,8 @@ A nested model is a group: ``gateway.max_depth`` is ``gateway: {max_depth: 512}`
 - number, text, path, choice: the text itself; ``null`` or ``none`` where a setting may be unset
 - boolean: ``true`` or ``false``; ``--flag`` alone means true
 - list: ``a,b`` or YAML/JSON, ``[a, b]``
-- mapping: YAML/JSON, ``{a: 1, b: 2}``, or ``a=1,b=2`` (``a`` alone: its value is null, for the model to fill in),
-  or key by key: ``--rewards.a.workers 2``
+- mapping: YAML/JSON, ``{a: 1, b: 2}``, or ``a=1,b=2``, or key by key: ``--rewards.a.workers 2``; any other text is
+  left to the model, which may take names, ``a,b``
 
 A list or mapping given whole replaces the one given before; groups are merged key by key.
 
@@ -212,9 +212,9 @@ def _decode(annotation: Any, text: str) -> Any:
     if annotation is Any or (text[:1] in ("[", "{") and _takes(annotation, *_LISTS, *_MAPPINGS)):
         return yaml.safe_load(text)
     parts = [part.strip() for part in text.split(",") if part.strip()]
-    if _takes(annotation, *_MAPPINGS):
+    if _takes(annotation, *_MAPPINGS) and parts and all("=" in part for part in parts):
         pairs = [part.partition("=") for part in parts]
-        return {name.strip(): yaml.safe_load(value) if equals else None for name, equals, value in pairs}
+        return {name.strip(): yaml.safe_load(value) for name, _, value in pairs}
     if _takes(annotation, *_LISTS) and not _takes(annotation, str):
         alone = len([m for m in _members(annotation) if m is not NoneType]) == 1
         return parts if alone or len(parts) > 1 else text
@@ -370,9 +370,9 @@ def _merge(given: Sequence[_Given]) -> dict[str, Any]:
         node = merged
         for name in g.key[:-1]:
             held = node.get(name)
-            if isinstance(held, list):  # a list of names stands for a mapping
-                held = dict.fromkeys(held)
-            node[name] = dict(held) if isinstance(held, Mapping) else {}
+            if isinstance(held, str):  # names, which stand for a mapping
+                held = [part.strip() for part in held.split(",") if part.strip()]
+            node[name] = dict(held) if isinstance(held, Mapping) else dict.fromkeys(held or ())
             node = node[name]
         node[g.key[-1]] = g.value
     return merged

@@ -5,7 +5,7 @@ from typing import Literal
 
 import pytest
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 
 from reward_server.options import dump, load
 
@@ -25,6 +25,11 @@ class Group(BaseModel):
     names: list[str] = ["a"]
     weights: dict[str, float | None] = {"a": 1.0}
     text: str = "x"
+
+    @field_validator("weights", mode="before")
+    @classmethod
+    def _names(cls, value):
+        return dict.fromkeys(value.split(","), 9.0) if isinstance(value, str) else value
 
 
 class Config(BaseModel):
@@ -105,7 +110,9 @@ def test_several_files_and_the_one_of_the_environment(parse, tmp_path):
         (["--group.steps", "[3]"], "steps", [3]),
         (["--group.names", "b"], "names", ["b"]),
         (["--group.names", "[b, 'c,d']"], "names", ["b", "c,d"]),
-        (["--group.weights", "b=2,c"], "weights", {"b": 2.0, "c": None}),
+        (["--group.weights", "b=2, c=null"], "weights", {"b": 2.0, "c": None}),
+        (["--group.weights", "p,q"], "weights", {"p": 9.0, "q": 9.0}),
+        (["--group.weights", "p,q", "--group.weights.q", "2"], "weights", {"p": None, "q": 2.0}),
         (["--group.weights", "{b: 2}"], "weights", {"b": 2.0}),
         (["--group.weights.b", "2"], "weights", {"b": 2.0}),
         (["--group.weights", "b=2", "--group.weights.c=3"], "weights", {"b": 2.0, "c": 3.0}),
