@@ -215,7 +215,9 @@ class EvaluateConfig(Section):
     every: Annotated[int, Field(ge=0)] = Field(
         default=0, description="steps between evaluations; 0: before and after only"
     )
-    prompts: Count = Field(default=64, description="held-out prompts used, the first of the file")
+    prompts: Annotated[int, Field(ge=0)] = Field(
+        default=64, description="held-out prompts used, evenly spaced over the file; 0: no evaluation"
+    )
     seeds: Count = Field(default=2, description="images per prompt")
 
 

@@ -111,6 +111,7 @@ def train(run: Run) -> None:
             )
             if due(run.step, config.report.snr_every) or run.step == 0:
                 log_signal(run, rollout, advantages)
+            measured = time.monotonic()
             stats = update(run, rollout, advantages)
             run.pending.popleft()
             run.step += 1
@@ -123,7 +124,7 @@ def train(run: Run) -> None:
                 "time/step_s": finished - started,
                 "time/rollout_s": sampled - started,
                 "time/wait_s": received - sampled,
-                "time/update_s": finished - received,
+                "time/update_s": finished - measured,
             }
             log_step(run, stats, bar)
             if due(run.step, config.evaluate.every):

@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, broadcast_object_list
 from torch import nn
 
-from reward_server.embedded import EmbeddedServer
+from reward_server.embedded import EmbeddedServer, available_cores
 from reward_server.settings import EmbeddedSettings, RewardSettings
 from trainer.config import Config, UserError
 from trainer.policies.base import Policy
@@ -26,13 +26,20 @@ from trainer.rewards import RewardClient
 
 def build_accelerator(config: Config, run_dir: Path | None = None) -> Accelerator:
     """Devices, processes, mixed precision and trackers. ``run_dir`` is where trackers write; None: no trackers."""
+    if "MASTER_ADDR" in os.environ and "WORLD_SIZE" not in os.environ:
+        raise UserError(
+            "accelerate launch was asked for several processes, but without --multi_gpu it starts only one; "
+            "use: accelerate launch --multi_gpu --num_processes N trainer/run.py ... (on CPUs, too)"
+        )
     return Accelerator(
         cpu=config.policy.device == "cpu" or not torch.cuda.is_available(),
         mixed_precision=config.train.mixed_precision,
         log_with=list(config.report.trackers) if run_dir is not None else None,
         project_dir=run_dir,
-        # Masks and guidance decide which parameters a backward pass reaches.
-        kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False, find_unused_parameters=True)],
+        # Without guidance in scoring, nothing may reach the parameters of the unconditional half.
+        kwargs_handlers=[
+            DistributedDataParallelKwargs(find_unused_parameters=config.algorithm.score_guidance == "off")
+        ],
     )
 
 
@@ -72,9 +79,8 @@ def reward_client(config: Config, accelerator: Accelerator) -> Iterator[RewardCl
 
 def _find_server(config: Config, stack: ExitStack) -> tuple[str, str | None, int]:
     """URL and token of the reward server, and the cores that are left for training."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if config.reward.url is not None:
-        return config.reward.url, config.reward.bearer_token(), cores
+        return config.reward.url, config.reward.bearer_token(), available_cores()
     known = config.server.rewards
     rewards = {name: known.get(name, RewardSettings()) for name in config.reward.names}
     settings: EmbeddedSettings = config.server.model_copy(update={"rewards": rewards})
