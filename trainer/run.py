@@ -30,7 +30,8 @@ def main(argv: list[str] | None = None) -> int:
     )
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     # Loads torch; here, so that --help and a wrong setting are answered at once.
-    from trainer.launch import SHOWN_ERRORS, launch
+    from trainer.launch import launch
+    from trainer.parts import SHOWN_ERRORS
 
     try:
         with stop_requests() as stop:
