@@ -100,10 +100,10 @@ def test_the_request_is_the_contract_s_with_the_token_and_the_exact_length(clien
 
 def test_images_of_several_sizes_and_larger_than_one_piece(client):
     script = Script(answer(a=result()))
-    images = [np.full((400, 300, 3), 7, np.uint8), np.full((2, 9, 3), 8, np.uint8)]
+    images = [np.full((1000, 700, 3), 7, np.uint8), np.full((2, 9, 3), 8, np.uint8)]
     client(script).submit(images, ["p", "q"]).result(5)
     request, received = decode_request(script.requests[0].content)
-    assert [i.shape for i in received] == [(400, 300, 3), (2, 9, 3)]
+    assert [i.shape for i in received] == [(1000, 700, 3), (2, 9, 3)]
     assert all(np.array_equal(i, j) for i, j in zip(images, received, strict=True))
     assert request.id
 
@@ -154,6 +154,15 @@ def test_a_forgotten_job_is_sent_again(client):
 def test_a_server_that_stays_away_is_given_up(client):
     made = client(Script(httpx.ConnectError("connection refused")), give_up_after_s=0.05)
     with pytest.raises(RewardServerLost, match=r"at http://server:1 stayed away for 0\.05 s \(connection refused\)"):
+        made.submit(IMAGES, ["p", "q"]).result(5)
+
+
+def test_a_server_known_to_be_down_for_good_is_not_waited_for(client):
+    def down():
+        raise RewardError("the server is down: out of memory")
+
+    made = client(Script(httpx.ConnectError("connection refused")), while_away=down)
+    with pytest.raises(RewardError, match="down: out of memory"):
         made.submit(IMAGES, ["p", "q"]).result(5)
 
 
