@@ -295,7 +295,7 @@ def _from_command_line(model: type[BaseModel], parser: argparse.ArgumentParser, 
         if text is None:
             raise OptionsError(f"{flag}: expected a value")
         inside.append(_from_text(model, key, text, flag))
-    known, unknown = parser.parse_known_args(rest)
+    known, unknown = parser.parse_known_intermixed_args(rest)
     for argument in unknown:
         flag = argument.partition("=")[0]
         if flag.startswith("--"):

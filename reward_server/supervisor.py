@@ -301,7 +301,10 @@ def main() -> int:
         with suppress(BrokenPipeError):  # nobody listens any more: stdin ends, too
             print(json.dumps(event), flush=True)
 
-    settings = ServerSettings.model_validate_json(sys.stdin.readline())
+    line = sys.stdin.readline()
+    if not line:  # the parent died first
+        return 0
+    settings = ServerSettings.model_validate_json(line)
     supervisor = Supervisor(settings, os.environ.get(f"{ENV_PREFIX}TOKEN"), emit)
     try:
         supervisor.start()

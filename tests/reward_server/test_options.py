@@ -141,6 +141,7 @@ def test_a_flag_inside_a_mapping_joins_what_the_file_gives(parse, tmp_path):
 
 def test_positionals_and_dashes_or_underscores(parse):
     assert parse("a,b.png", "c.png", positionals=["files"]).files == [Path("a,b.png"), Path("c.png")]
+    assert parse("a", "--group.text", "t", "b", positionals=["files"]).files == [Path("a"), Path("b")]
     assert parse("--files", "x,y", positionals=["files"]).files == [Path("x"), Path("y")]
 
 
