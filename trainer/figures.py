@@ -57,43 +57,41 @@ def contact_sheet(
     labels: Sequence[str],
     *,
     after: NDArray[np.uint8] | None = None,
-    after_labels: Sequence[str] = (),
 ) -> None:
-    """One row per prompt, the prompt and its score above it; ``after`` puts a second block beside the first.
+    """A row of images per prompt, the prompt and a label (its scores) above it, as a PNG.
 
-    ``images`` and ``after`` are (P, M, H, W, 3); the score of a block stands in ``labels`` and ``after_labels``.
+    ``images`` is (P, M, H, W, 3); ``after``, of the same shape, puts a second block beside the first.
     """
     _, count, height, width, _ = images.shape
     factor = max(1, -(-CELL // min(height, width)))
     cell_h, cell_w = height * factor, width * factor
-    block = count * (cell_w + GAP)
     blocks = [images] if after is None else [images, after]
-    titles = [""] if after is None else ["before", "after"]
-    row = cell_h + LABEL + 2 * GAP
-    top = LABEL if after is not None else 0
-    sheet = Image.new("RGB", (len(blocks) * (block + BETWEEN), top + len(prompts) * row + GAP), "white")
+    block = count * (cell_w + GAP) - GAP
+    left = [GAP + column * (block + BETWEEN) for column in range(len(blocks))]
+    top = GAP if after is None else LABEL + GAP
+    row = LABEL + cell_h + 2 * GAP
+    sheet = Image.new("RGB", (left[-1] + block + GAP, top + len(prompts) * row), "white")
     draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(size=13)
-    for column, (part, title) in enumerate(zip(blocks, titles, strict=True)):
-        left = GAP + column * (block + BETWEEN)
-        draw.text((left, 2), title, fill="black", font=font)
-        scores = labels if column == 0 else after_labels
-        for p, prompt in enumerate(prompts):
-            y = top + p * row
-            text = f"{prompt}  [{scores[p]}]" if column == 0 else f"[{scores[p]}]"
-            draw.text((left, y), _fit(text, draw, font, block), fill="black", font=font)
+    if after is not None:
+        for x, title in zip(left, ("BEFORE", "AFTER"), strict=True):
+            draw.text((x, 2), title, fill="black", font=font)
+    for p, (prompt, label) in enumerate(zip(prompts, labels, strict=True)):
+        y = top + p * row
+        room = sheet.width - 2 * GAP - draw.textlength(f"  {label}", font=font)
+        draw.text((GAP, y), f"{_shorten(prompt, draw, font, room)}  {label}", fill="black", font=font)
+        for x, part in zip(left, blocks, strict=True):
             for m in range(count):
                 tile = Image.fromarray(part[p, m]).resize((cell_w, cell_h), Image.Resampling.NEAREST)
-                sheet.paste(tile, (left + m * (cell_w + GAP), y + LABEL))
+                sheet.paste(tile, (x + m * (cell_w + GAP), y + LABEL))
     partial = path.with_suffix(".partial")
     sheet.save(partial, format="PNG")
     partial.replace(path)
 
 
-def _fit(text: str, draw: ImageDraw.ImageDraw, font: Any, width: int) -> str:
-    """Shorten a text that is wider than its block, in the middle, so that the score at its end stays."""
-    if draw.textlength(text, font=font) <= width:
+def _shorten(text: str, draw: ImageDraw.ImageDraw, font: Any, room: float) -> str:
+    """The text, or as much of its beginning as fits into ``room`` pixels."""
+    if draw.textlength(text, font=font) <= room:
         return text
-    keep = len(text)
-    while keep > 8 and draw.textlength(text[: keep - 8] + "..." + text[-8:], font=font) > width:
-        keep -= 1
-    return text[: keep - 8] + "..." + text[-8:]
+    while text and draw.textlength(text + "...", font=font) > room:
+        text = text[:-1]
+    return text + "..."

@@ -118,7 +118,8 @@ class RunFolder:
             shown = spread(len(before.prompts), sheet_prompts)
             if shown:
                 old, new = self._block(first, before, shown), self._block(last, after, shown)
-                contact_sheet(self.root / "sheet.png", *old, after=new[0], after_labels=new[2])
+                labels = [f"{a} -> {b}" for a, b in zip(old[2], new[2], strict=True)]
+                contact_sheet(self.root / "sheet.png", old[0], old[1], labels, after=new[0])
         self.write_json("report.json", summary)
         (self.root / "report.md").write_text(markdown(summary))
         return summary
