@@ -1,0 +1,245 @@
+"""The training step on a tiny policy: what moves, what is counted, what happens when scores do not come."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from trainer import checkpoints
+from trainer.config import UserError
+from trainer.loop import optimizer_step, train
+from trainer.rewards import RewardServerLost
+
+
+def metrics(run):
+    return run.folder.metrics.read()
+
+
+def lasting(lines):
+    """Metrics without those that depend on the clock."""
+    return [{k: v for k, v in s.items() if not k.startswith("time/") and k != "images_per_s"} for s in lines]
+
+
+def parameters(policy):
+    return (
+        torch.cat([p.detach().flatten().clone() for p in policy.backbone_parameters()]),
+        torch.cat([p.detach().flatten().clone() for p in policy.head_parameters()]),
+    )
+
+
+@pytest.mark.parametrize(
+    ("head", "backbone_moves", "head_moves"), [("frozen", True, False), ("trained", True, True), ("only", False, True)]
+)
+def test_head_setting_decides_what_is_trained(make_run, head, backbone_moves, head_moves):
+    run = make_run(algorithm={"head": head}, train={"steps": 1})
+    backbone, diffusion_head = parameters(run.policy)
+    train(run)
+    new_backbone, new_head = parameters(run.policy)
+    assert torch.equal(backbone, new_backbone) is not backbone_moves
+    assert torch.equal(diffusion_head, new_head) is not head_moves
+
+
+def test_on_policy_ratios_are_one_and_kl_starts_at_zero(make_run):
+    run = make_run()
+    train(run)
+    lines = metrics(run)
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert all(line["ratio_mean"] == line["ratio_max"] == 1.0 for line in lines)
+    assert all(line["clip_fraction"] == 0.0 for line in lines)
+    assert lines[0]["kl"] == 0.0
+    assert 0 < lines[1]["kl"] < lines[2]["kl"]
+    assert all(line["signal_fraction"] == 1.0 for line in lines)
+
+
+@pytest.mark.parametrize("algorithm", [{}, {"mte_source": "bridged", "token_scope": "predicted", "kl_beta": 0.0}])
+def test_micro_batches_do_not_change_the_update(make_run, algorithm):
+    found = []
+    for size in (12, 5):
+        run = make_run(train={"steps": 1, "micro_batch": size, "rollout_batch": size}, algorithm=algorithm)
+        train(run)
+        found.append((metrics(run)[-1]["grad_norm"], parameters(run.policy)[0]))
+    assert found[1][0] == pytest.approx(found[0][0], rel=1e-4)
+    torch.testing.assert_close(found[1][1], found[0][1], rtol=0, atol=2e-5)  # Adam's first step is 1e-3 an element
+
+
+def test_training_raises_the_reward(make_run):
+    run = make_run(
+        train={"steps": 12, "prompts_per_step": 2, "group_size": 12, "learning_rate": 3e-3},
+        algorithm={"ar_steps_per_update": 4, "mte": False, "kl_beta": 0.0},
+    )
+    train(run)
+    rewards = [line["reward/mean"] for line in metrics(run)]
+    assert np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.02
+
+
+def test_reward_metrics_and_what_is_sent(make_run, server):
+    server.score = lambda image, prompt: len(server.requests) * 1.0
+    run = make_run(train={"steps": 1}, reward={"names": {"shapes": 2.0, "null": 0.5}})
+    train(run)
+    (request,) = server.requests
+    assert request.rewards == ["shapes", "null"]
+    assert len(request.prompts) == 12
+    assert [request.prompts[i] for i in (0, 1, 2, 3)] == [request.prompts[0]] * 4
+    assert len(set(request.prompts)) == 3
+    (line,) = metrics(run)
+    assert line["reward/shapes/mean"] == line["reward/null/mean"] == 1.0
+    assert line["reward/mean"] == 2.5
+    assert line["reward/shapes.half/mean"] == 0.5
+    assert line["reward/std"] == 0.0
+
+
+def test_equal_rewards_teach_nothing(make_run, server):
+    server.score = lambda image, prompt: 0.5
+    run = make_run(algorithm={"kl_beta": 0.0}, train={"steps": 2})
+    before, _ = parameters(run.policy)
+    train(run)
+    assert torch.equal(parameters(run.policy)[0], before)
+    line = metrics(run)[-1]
+    assert line["signal_fraction"] == line["grad_norm"] == line["transitions"] == 0
+    assert line["ratio_mean"] is None
+
+
+def test_missing_scores_are_dropped_and_counted(make_run, server):
+    calls = []
+
+    def score(image, prompt):
+        calls.append(prompt)
+        return None if len(calls) in (2, 5, 6, 7) else float(len(calls))
+
+    server.score = score
+    run = make_run(train={"steps": 1})
+    train(run)
+    (line,) = metrics(run)
+    assert line["missing"] == 4
+    # group 1 keeps 1, 3, 4; group 2 only 8, which is nobody's equal; group 3 keeps all
+    assert line["reward/mean"] == pytest.approx((1 + 3 + 4 + 8 + 9 + 10 + 11 + 12) / 8)
+    assert line["signal_fraction"] == pytest.approx(7 / 12)
+    assert math.isfinite(line["grad_norm"])
+
+
+def test_no_scores_at_all_are_null_not_zero(make_run, server):
+    server.score = lambda image, prompt: None
+    run = make_run(train={"steps": 1}, algorithm={"kl_beta": 0.0})
+    train(run)
+    (line,) = metrics(run)
+    assert line["reward/mean"] is None
+    assert line["missing"] == 12
+
+
+def test_missing_scores_can_stop_the_run(make_run, server):
+    server.score = lambda image, prompt: None if len(server.requests) == 2 else image.mean() / 255
+    run = make_run(reward={"on_missing": "stop"})
+    with pytest.raises(UserError, match=r"12 of 12 images of step 1 got no score.*the judge is asleep"):
+        train(run)
+    assert checkpoints.latest(run.checkpoints).name == "step-00000001"
+    resumed = make_run(reward={"on_missing": "stop"}, checkpoint={"resume": "auto"})
+    train(resumed)  # the third request is answered
+    assert [line["step"] for line in metrics(resumed)] == [1, 2, 3]
+
+
+def test_a_lost_server_stops_the_run_with_nothing_lost(make_run, server):
+    whole = make_run(report={"run_dir": make_run().config.report.run_dir.with_name("whole")})
+    train(whole)
+    server.requests.clear()
+
+    def score(image, prompt):
+        server.away = len(server.requests) == 2 and prompt == server.requests[-1].prompts[-1]
+        return float(image[..., 0].mean() - image[..., 2].mean()) / 255
+
+    server.score = score  # answers twice, then goes away
+    run = make_run()
+    with pytest.raises(RewardServerLost, match="stayed away for 0.2 s"):
+        train(run)
+    assert run.step == 2
+    server.away, server.requests[:] = False, [None] * 9
+    resumed = make_run(checkpoint={"resume": "auto"})
+    assert (resumed.step, len(resumed.pending)) == (2, 1)
+    train(resumed)
+    assert lasting(metrics(resumed)) == lasting(metrics(whole))
+
+
+def test_depth_sends_the_next_rollout_before_the_scores_are_used(make_run, server):
+    sent = []
+    run = make_run(train={"steps": 3, "depth": 1})
+    original = run.folder.metrics.append
+    run.folder.metrics.append = lambda step, values: (sent.append(len(run.pending)), original(step, values))
+    train(run)
+    assert sent == [1, 1, 0]  # still waiting after each step
+    lines = metrics(run)
+    assert len(server.requests) == 3
+    assert lines[0]["ratio_max"] == 1.0  # sampled before any update
+    assert lines[1]["ratio_max"] != 1.0  # sampled before the first, trained after it
+    assert lines[1]["ratio_mean"] == pytest.approx(1.0, abs=0.2)
+
+
+def test_several_updates_per_rollout_leave_the_sampling_policy(make_run):
+    run = make_run(train={"steps": 1, "learning_rate": 1e-2}, algorithm={"updates_per_rollout": 3, "clip": 0.01})
+    train(run)
+    (line,) = metrics(run)
+    assert line["ratio_max"] > 1.0
+    assert 0 < line["clip_fraction"] < 1
+    assert run.scheduler.last_epoch == 3
+
+
+def test_learning_rate_follows_warm_up_and_cosine(make_run):
+    run = make_run(train={"steps": 6, "warmup_steps": 2, "scheduler": "cosine", "learning_rate": 0.3})
+    train(run)
+    cosine = [0.15 * (1 + math.cos(math.pi * k / 4)) for k in range(4)]
+    assert [line["lr"] for line in metrics(run)] == pytest.approx([0.1, 0.2, *cosine])
+
+
+def test_a_gradient_that_is_not_finite_stops_the_run(make_run):
+    run = make_run()
+    for parameter in run.parameters:
+        parameter.grad = torch.full_like(parameter, math.nan)
+    before, _ = parameters(run.policy)
+    with pytest.raises(UserError, match="the gradient of step 0 is not finite"):
+        optimizer_step(run)
+    assert torch.equal(parameters(run.policy)[0], before)
+
+
+def test_the_gradient_is_clipped_but_its_norm_reported(make_run):
+    run = make_run(train={"max_grad_norm": 0.5})
+    for parameter in run.parameters:
+        parameter.grad = torch.ones_like(parameter)
+    count = sum(p.numel() for p in run.parameters)
+    assert optimizer_step(run) == pytest.approx(math.sqrt(count), rel=1e-5)
+
+
+def test_stopping_finishes_the_step_and_saves(make_run):
+    asked = iter([False, False, True])
+    run = make_run(stop=lambda: next(asked), train={"steps": 5})
+    train(run)
+    assert run.step == 2
+    assert checkpoints.latest(run.checkpoints).name == "step-00000002"
+
+
+def test_evaluation_before_periodically_and_after(make_run):
+    run = make_run(train={"steps": 5}, evaluate={"prompts": 4, "seeds": 2, "every": 2}, report={"sheet_prompts": 2})
+    train(run)
+    lines = run.folder.evaluations.read()
+    assert [line["step"] for line in lines] == [0, 2, 4, 5]
+    assert len(lines[0]["prompts"]) == 4
+    assert len(lines[0]["scores"]["shapes"][0]) == 2
+    assert lines[0]["scores"]["shapes"] != lines[-1]["scores"]["shapes"]
+    assert np.load(run.folder.root / "samples" / "step-00000005.npy").shape == (2, 2, 48, 48, 3)
+    again = make_run(train={"steps": 5}, evaluate={"prompts": 4, "seeds": 2}, checkpoint={"resume": "auto"})
+    train(again)  # all done: neither trains nor evaluates
+    assert [line["step"] for line in again.folder.evaluations.read()] == [0, 2, 4, 5]
+
+
+def test_signal_is_measured_per_diffusion_step(make_run):
+    run = make_run(train={"steps": 3}, report={"snr_groups": 3, "snr_every": 2})
+    before, _ = parameters(run.policy)
+    train(run)
+    lines = run.folder.signal.read()
+    assert [line["step"] for line in lines] == [0, 2]
+    assert [row["diffusion_step"] for row in lines[0]["steps"]] == [0, 1, 2, 3]  # the last of five has no noise
+    assert all(row["noise2"] > 0 for row in lines[0]["steps"])
+    assert lines[0]["groups"] == 3
+
+    plain = make_run(train={"steps": 3}, report={"snr_groups": 0})
+    train(plain)  # measuring leaves no trace in training
+    assert torch.equal(parameters(plain.policy)[0], parameters(run.policy)[0])
+    assert not torch.equal(parameters(run.policy)[0], before)
