@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
@@ -64,6 +65,7 @@ class EmbeddedServer:
         if self.token is None and not open_access:
             self.token = secrets.token_urlsafe(24)
         self.failure: str | None = None
+        self._folders: list[str] = []
         self._process: subprocess.Popen[str] | None = None
         self._events: threading.Thread | None = None
         self._ready = threading.Event()
@@ -140,6 +142,8 @@ class EmbeddedServer:
         if self._events is not None:
             self._events.join()
         process.stdout.close()
+        for folder in self._folders:  # still there only if the supervisor was killed
+            shutil.rmtree(folder, ignore_errors=True)
 
     def _listen(self) -> None:
         """The thread that reads the supervisor's events."""
@@ -148,7 +152,9 @@ class EmbeddedServer:
         assert process.stdout is not None
         for line in process.stdout:
             event = json.loads(line)
-            if event["event"] == "ready":
+            if event["event"] == "started":
+                self._folders = event["folders"]
+            elif event["event"] == "ready":
                 self.url = event["url"]
                 self._ready.set()
             elif event["event"] == "restarted":

@@ -3,6 +3,7 @@
 ``python -m reward_server.supervisor`` reads one line of JSON from stdin (a ``ServerSettings``; the token comes in the
 environment), starts Redis, the gateway and the workers, and writes events to stdout, one JSON object a line:
 
+    {"event": "started", "folders": ["/tmp/..."]}    private folders, removed at the end
     {"event": "ready", "url": "http://127.0.0.1:40001"}
     {"event": "restarted", "message": "..."}
     {"event": "failed", "message": "..."}            the last one: everything comes down
@@ -36,6 +37,8 @@ from urllib.parse import urlsplit
 from pydantic import BaseModel, SecretStr
 
 from reward_server.settings import ENV_PREFIX, GatewaySettings, ServerSettings, WorkerSettings
+
+Event = Mapping[str, str | list[str]]
 
 _TICK_S = 0.05
 _STOP_S = 2.5
@@ -75,7 +78,7 @@ def environment_of(settings: BaseModel) -> dict[str, str]:
 class Supervisor:
     """Starts, watches and stops the children."""
 
-    def __init__(self, settings: ServerSettings, token: str | None, emit: Callable[[Mapping[str, str]], None]) -> None:
+    def __init__(self, settings: ServerSettings, token: str | None, emit: Callable[[Event], None]) -> None:
         self._settings = settings
         self._token = None if token is None else SecretStr(token)
         self._emit = emit
@@ -90,6 +93,11 @@ class Supervisor:
         self._url: str | None = None
         self._ready = False
         self._deadline = time.monotonic() + settings.start_timeout_s
+
+    @property
+    def folders(self) -> list[str]:
+        """The temporary folders that :meth:`stop` removes."""
+        return [str(self._payloads), str(self._folder)]
 
     def start(self) -> None:
         """Start all children; :meth:`tick` says when they are ready."""
@@ -133,7 +141,7 @@ class Supervisor:
         """End all children, Redis last, and remove the temporary folders."""
         _end([child for child in self._children if child.name != "redis"])
         _end([child for child in self._children if child.name == "redis"])
-        for folder in (self._payloads, self._folder):
+        for folder in self.folders:
             shutil.rmtree(folder, ignore_errors=True)
 
     def _gateway_settings(self) -> GatewaySettings:
@@ -297,7 +305,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
-    def emit(event: Mapping[str, str]) -> None:
+    def emit(event: Event) -> None:
         with suppress(BrokenPipeError):  # nobody listens any more: stdin ends, too
             print(json.dumps(event), flush=True)
 
@@ -307,6 +315,7 @@ def main() -> int:
     settings = ServerSettings.model_validate_json(line)
     supervisor = Supervisor(settings, os.environ.get(f"{ENV_PREFIX}TOKEN"), emit)
     try:
+        emit({"event": "started", "folders": supervisor.folders})
         supervisor.start()
         while not stopping and os.getppid() == parent:
             if select.select([sys.stdin], [], [], _TICK_S)[0]:  # readable: at its end

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import httpx
 import numpy as np
@@ -106,6 +107,8 @@ if sys.platform == "linux":  # elsewhere no kernel ends orphans
             with pytest.raises(EmbeddedServerError, match="its supervisor ended unexpectedly"):
                 server.check()
         assert "its supervisor ended unexpectedly" in caplog.text
+        assert len(server._folders) == 2
+        assert not any(Path(folder).exists() for folder in server._folders)
 
 
 def test_a_reward_that_does_not_exist_is_a_clear_error_and_leaves_nothing(caplog):
