@@ -356,13 +356,13 @@ def check_exposure(host: str, token: str | None) -> None:
     if token is not None:
         return
     try:
-        addresses = [ipaddress.ip_address(host)]
+        addresses = [ipaddress.ip_address(host or "0.0.0.0")]  # an empty host means all addresses
     except ValueError:
         try:
-            addresses = [ipaddress.ip_address(info[4][0]) for info in socket.getaddrinfo(host or None, None)]
+            addresses = [ipaddress.ip_address(info[4][0]) for info in socket.getaddrinfo(host, None)]
         except OSError as error:
             raise ValueError(f"host {host!r} cannot be resolved: {error}") from error
-    if not host or not all(address.is_loopback for address in addresses):
+    if not all(address.is_loopback for address in addresses):
         raise ValueError(
             f"host {host!r} can be reached from other machines, and no token is set: set token (or token_file), "
             "or listen on 127.0.0.1"

@@ -176,9 +176,8 @@ def _form_request(items: list[tuple[str, Any]]) -> tuple[list[UploadFile], Score
         if name not in fields:
             raise ContractError(f"unknown field; known are {', '.join(FORM_FIELDS)}", f"form.{name}")
         if isinstance(value, UploadFile) != (name == "image"):
-            raise ContractError(
-                "expected a file (curl -F image=@file.png)" if name == "image" else "expected text", name
-            )
+            wanted = "a file (curl -F image=@file.png)" if name == "image" else "text"
+            raise ContractError(f"expected {wanted}", f"form.{name}")
         fields[name].append(value)
     uploads = fields["image"]
     if not uploads:

@@ -1,0 +1,60 @@
+import sys
+
+import numpy as np
+import pytest
+
+from reward_server.rewards.base import RewardLoadError, available, load
+
+PLUGIN = """
+class Good:
+    name, revision, description, needs = "good", "1", "", ()
+    def setup(self, device): ...
+    def score(self, images, prompts, metadata): return [0.5] * len(images)
+class BadName(Good):
+    name = "a/b"
+class Half:
+    name = revision = "x"
+"""
+
+
+@pytest.fixture
+def plugin(tmp_path, monkeypatch):
+    (tmp_path / "my_rewards.py").write_text(PLUGIN)
+    (tmp_path / "lacking.py").write_text("import a_package_nobody_has")
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    sys.modules.pop("my_rewards", None)
+
+
+def test_rewards_are_listed_by_file_name():
+    assert "null" in available()
+    assert "base" not in available()
+
+
+def test_the_null_reward_gives_every_image_one():
+    reward = load("null")
+    reward.setup("cpu")
+    assert reward.score([np.zeros((1, 1, 3), np.uint8)] * 3, ["a"] * 3, [{}] * 3) == [1.0, 1.0, 1.0]
+
+
+def test_a_reward_of_another_package(plugin):
+    assert load("my_rewards:Good").name == "good"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nul", "no reward 'nul'; did you mean 'null'"),
+        ("base", "no reward 'base'"),
+        ("../null", "available: "),
+        ("nowhere:Model", "needs the package 'nowhere'"),
+        ("lacking:Model", "needs the package 'a_package_nobody_has'"),
+        ("my_rewards:Missing", "my_rewards has no class Missing"),
+        ("my_rewards:Half", "is not a reward: it lacks description, needs, setup, score"),
+        ("my_rewards:BadName", "name is 'a/b'"),
+    ],
+)
+def test_what_cannot_be_loaded_says_why(plugin, name, message):
+    with pytest.raises(RewardLoadError) as error:
+        load(name)
+    assert message in str(error.value)
