@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import random
 import shutil
 from collections.abc import Mapping, Sequence
@@ -170,6 +171,10 @@ def load(path: Path, *, accelerator: Accelerator, policy: nn.Module, training: M
             part.load_state_dict(states[name])
         if same:
             _restore_random_states(torch.load(path / f"process-{rank}.pt", map_location="cpu", weights_only=True))
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"checkpoint {path} holds more than tensors and plain values; it is not loaded"
+        ) from error
     except (OSError, KeyError, RuntimeError, ValueError) as error:
         raise CheckpointError(f"checkpoint {path} does not fit this run: {error}") from error
     return Checkpoint(step=manifest["step"], manifest=manifest, pending=pending)

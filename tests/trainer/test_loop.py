@@ -149,7 +149,7 @@ def test_a_lost_server_stops_the_run_with_nothing_lost(make_run, server):
 
     server.score = score  # answers twice, then goes away
     run = make_run()
-    with pytest.raises(RewardServerLost, match="stayed away for 0.2 s"):
+    with pytest.raises(RewardServerLost, match=r"stayed away for 0\.2 s"):
         train(run)
     assert run.step == 2
     server.away, server.requests[:] = False, [None] * 9

@@ -1,0 +1,109 @@
+"""The command: settings, signals, and errors in one line."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from trainer import parts, run
+from trainer.config import Config, UserError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def arguments(tiny, tmp_path, monkeypatch, server):
+    """Tiny settings as arguments, with the in-process reward server."""
+    monkeypatch.setattr(parts, "RewardClient", lambda *args, **kwargs: server.client())
+    settings = {
+        "policy": {"checkpoint": str(tiny.checkpoint), "ar_steps": 4, "diffusion_steps": 5},
+        "prompts": {"train": str(tiny.prompts), "heldout": str(tiny.prompts)},
+        "reward": {"url": "http://test", "token": "s3cret"},
+        "algorithm": {"ar_steps_per_update": 2},
+        "train": {"steps": 2, "prompts_per_step": 2, "group_size": 4, "threads": 1},
+        "evaluate": {"prompts": 3, "seeds": 1},
+        "report": {"run_dir": str(tmp_path / "run"), "sheet_prompts": 2, "snr_groups": 2},
+    }
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(settings))
+    return ["--config", str(tmp_path / "tiny.yaml")]
+
+
+def test_a_run_leaves_everything_in_its_folder(arguments, tmp_path, capsys):
+    assert run.main(arguments) == 0
+    folder = tmp_path / "run"
+    expected = {"config.yaml", "versions.json", "metrics.jsonl", "evaluations.jsonl", "signal.jsonl", "reward.png"}
+    expected |= {"sheet.png", "report.json", "report.md", "samples", "checkpoints", "tensorboard"}
+    assert {path.name for path in folder.iterdir()} == expected
+    assert list((folder / "tensorboard").glob("events.*"))
+    assert "s3cret" not in (folder / "config.yaml").read_text()
+    assert "s3cret" not in "".join(p.read_text() for p in (folder / "checkpoints").glob("*/manifest.json"))
+    resolved = Config.model_validate(yaml.safe_load((folder / "config.yaml").read_text()))
+    assert resolved.train.prompts_per_step == 2
+    out = capsys.readouterr().out
+    assert "2 steps" in out
+    assert "paired difference" in out
+
+    assert run.main([*arguments, "--resume", "auto", "--steps", "3"]) == 0
+    assert len((folder / "metrics.jsonl").read_text().splitlines()) == 3
+    assert run.main([*arguments, "--steps", "1"]) == 0  # a new run does not touch the old one
+    assert len((tmp_path / "run-2" / "metrics.jsonl").read_text().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["--policy.name", "smal"], "there is no policy 'smal'; there are: "),
+        (["--policy.checkpoint", "nowhere.safetensors"], "no checkpoint at nowhere.safetensors"),
+        (["--policy.ar-steps", "99"], "ar_steps must lie in 1..16"),
+        (["--prompts.train", "nowhere.txt"], "nowhere.txt"),
+        (["--resume", "nowhere"], "checkpoint.resume: nowhere is not a checkpoint folder"),
+        (["--reward", "beauty"], "does not serve 'beauty'"),
+        (["--algorithm.diffusion-steps", "9,10"], "names step 10"),
+    ],
+)
+def test_a_users_mistake_is_one_line(arguments, more, words, capsys, monkeypatch, server):
+    if "beauty" in more:
+        monkeypatch.setattr(parts, "RewardClient", lambda *args, **kwargs: server.client(["beauty"]))
+    assert run.main([*arguments, *more]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("trainer/run.py: error: ")
+    assert words in line
+
+
+def test_first_signal_asks_second_interrupts(capsys):
+    before = signal.getsignal(signal.SIGINT)
+    with run.stop_requests() as stop:
+        assert not stop()
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop()
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before
+    assert "stopping after this step" in capsys.readouterr().err
+
+
+def test_launching_several_processes_the_wrong_way_is_refused(monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(UserError, match="accelerate launch --multi_gpu --num_processes N"):
+        parts.build_accelerator(Config())
+
+
+@pytest.mark.parametrize("script", ["run.py", "evaluate.py"])
+def test_help_is_complete_from_any_folder(script, tmp_path):
+    command = [sys.executable, str(ROOT / "trainer" / script), "--help"]
+    answer = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=60)
+    assert answer.returncode == 0
+    for name in (
+        "--policy.checkpoint",
+        "--algorithm.mte-source",
+        "--train.depth",
+        "--server.gateway.spool",
+        "TRAINER_",
+    ):
+        assert name in answer.stdout
+    assert answer.stderr == ""
