@@ -46,6 +46,7 @@ def plain(ready: Connection) -> None:
     server = gateway._Server(
         uvicorn.Config(app, port=0, log_config=None, access_log=False),
         lambda: ready.send(f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"),
+        lambda: None,
     )
     server.run()
 

@@ -13,30 +13,24 @@ Every error is JSON: {"error": {"code", "message", "where"}}. A bearer token gua
 from __future__ import annotations
 
 import asyncio
-import hmac
-import ipaddress
 import logging
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Annotated, Any
 
 import redis.asyncio
 import uvicorn
 from fastapi import FastAPI, Query, Request, Response
-from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel
 from redis.exceptions import RedisError
-from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from reward_server.access import BearerAuth, check_exposure
 from reward_server.contract import (
     CONTENT_TYPE,
-    ContractError,
-    ErrorDetail,
     ErrorResponse,
     JobState,
     RewardList,
@@ -44,57 +38,20 @@ from reward_server.contract import (
     decode_request,
     encode_request,
 )
+from reward_server.errors import ApiError, come_back, handlers, no_job
 from reward_server.metrics import Metrics
 from reward_server.queue import FINISHED, PREFIX, IdConflictError, JobQueue, QueueFullError, UnknownRewardError
-from reward_server.receive import Received, TooLargeError, UnsupportedTypeError, receive
+from reward_server.receive import Received, receive
 from reward_server.settings import GatewaySettings
 from reward_server.spool import DirectorySpool, RedisSpool, Spool, SpoolFullError, default_directory
 
-OPEN_PATHS = frozenset({"/healthz", "/readyz"})
 SWEEP_EVERY_S = 30.0
-RETRY_AFTER_S = 1
 
 log = logging.getLogger(__name__)
 
 
-class ApiError(Exception):
-    """An answer that is an error."""
-
-    def __init__(
-        self, status: int, code: str, message: str, where: str | None = None, headers: dict[str, str] | None = None
-    ) -> None:
-        super().__init__(message)
-        self.status, self.code, self.message, self.where, self.headers = status, code, message, where, headers
-
-    def response(self) -> Response:
-        detail = ErrorDetail(code=self.code, message=self.message, where=self.where)
-        return _json(ErrorResponse(error=detail), self.status, self.headers)
-
-
 def _json(model: BaseModel, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     return Response(model.model_dump_json(), status, headers, media_type="application/json")
-
-
-def _busy(status: int, code: str, message: str) -> ApiError:
-    return ApiError(status, code, message, headers={"Retry-After": str(RETRY_AFTER_S)})
-
-
-class BearerAuth:
-    """Refuses requests without the right token before their body is read."""
-
-    def __init__(self, app: ASGIApp, token: str) -> None:
-        self._app = app
-        self._expected = f"Bearer {token}".encode()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
-            given = dict(scope["headers"]).get(b"authorization", b"")
-            if not hmac.compare_digest(given, self._expected):
-                headers = {"WWW-Authenticate": "Bearer"}
-                error = ApiError(401, "unauthorized", "a bearer token is needed", "header Authorization", headers)
-                await error.response()(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
 
 
 class Instrument:
@@ -177,13 +134,13 @@ class Gateway:
             received = await receive(request, self.spool, self.settings)
         except SpoolFullError as error:
             # 429 and not 507: room comes back as jobs end, so clients should wait as they do for a full queue
-            raise _busy(429, "spool_full", str(error)) from error
+            raise come_back(429, "spool_full", str(error)) from error
         queued = time.monotonic()
         self.metrics.receive_seconds.observe(queued - started)
         await self._submit(received)
         response = await self.queue.wait(received.job_id, min(received.request.wait, self.settings.max_wait_s))
         if response is None:
-            raise _busy(
+            raise come_back(
                 503, "job_lost", f"Redis lost job {received.job_id} (restarted without its data?): send it again"
             )
         if response.state in FINISHED:
@@ -204,7 +161,7 @@ class Gateway:
                 404, "unknown_reward", f"no worker serves {error.reward!r}; served: {served}", "request.rewards"
             ) from error
         except QueueFullError as error:
-            raise _busy(429, "queue_full", f"{error}, at most {self.settings.max_depth} may") from error
+            raise come_back(429, "queue_full", f"{error}, at most {self.settings.max_depth} may") from error
         except IdConflictError as error:
             raise ApiError(409, "id_conflict", f"job {job_id} exists with other content", "request.id") from error
         finally:
@@ -221,7 +178,7 @@ class Gateway:
         """The job's result; waits for it up to ``wait`` seconds, then 202."""
         response = await self.queue.wait(job_id, min(wait, self.settings.max_wait_s))
         if response is None:
-            raise _no_job(job_id)
+            raise no_job(job_id)
         return self._answer(response)
 
     async def delete_job(self, job_id: str) -> Response:
@@ -229,7 +186,7 @@ class Gateway:
         response = await self.queue.status(job_id)
         state = await self.queue.cancel(job_id)
         if response is None or state is None:
-            raise _no_job(job_id)
+            raise no_job(job_id)
         if state not in FINISHED:
             response.state = JobState.CANCELLED
         return _json(response)
@@ -264,59 +221,23 @@ class Gateway:
         try:
             served = [info.name for info in await self.queue.rewards() if info.workers]
         except RedisError as error:
-            raise _busy(503, "not_ready", f"Redis is away: {error}") from error
+            raise come_back(503, "not_ready", f"Redis is away: {error}") from error
         if not served:
-            raise _busy(503, "not_ready", "no worker is alive: start one with reward-server worker NAME")
+            raise come_back(503, "not_ready", "no worker is alive: start one with reward-server worker NAME")
         return _json(Ready(rewards=served))
 
     async def metrics_text(self) -> Response:
         """Prometheus metrics."""
         try:
-            rewards, spool_bytes = await self.queue.rewards(), await self.spool.used()
+            observed = await self.queue.rewards(), await self.queue.totals(), await self.spool.used()
         except RedisError:
-            rewards, spool_bytes = None, None
-        return Response(self.metrics.render(rewards, spool_bytes), media_type="text/plain; version=0.0.4")
+            observed = None
+        return Response(self.metrics.render(observed), media_type="text/plain; version=0.0.4")
 
 
 class Ready(BaseModel):
     ready: bool = True
     rewards: list[str]
-
-
-def _no_job(job_id: str) -> ApiError:
-    return ApiError(
-        404, "unknown_job", f"no job {job_id!r}: never sent, forgotten after its time, or deleted", "path.id"
-    )
-
-
-def _handlers() -> dict[Any, Callable[[Request, Any], Coroutine[Any, Any, Response]]]:
-    """By exception: the answer that it becomes."""
-
-    def answer(make: Callable[[Any], ApiError]) -> Callable[[Request, Any], Coroutine[Any, Any, Response]]:
-        async def handler(request: Request, error: Any) -> Response:
-            return make(error).response()
-
-        return handler
-
-    def invalid_query(error: RequestValidationError) -> ApiError:
-        first = error.errors()[0]
-        return ApiError(422, "malformed", first["msg"], ".".join(map(str, first["loc"])))
-
-    async def gone(request: Request, error: ClientDisconnect) -> Response:
-        return Response(status_code=499)  # nobody reads it
-
-    return {
-        ApiError: answer(lambda error: error),
-        ContractError: answer(lambda error: ApiError(422, "malformed", str(error), error.where)),
-        TooLargeError: answer(lambda error: ApiError(413, "too_large", str(error), error.where)),
-        UnsupportedTypeError: answer(
-            lambda error: ApiError(415, "unsupported_type", str(error), "header Content-Type")
-        ),
-        RequestValidationError: answer(invalid_query),
-        HTTPException: answer(lambda error: ApiError(error.status_code, "http", str(error.detail))),
-        RedisError: answer(lambda error: _busy(503, "redis_away", f"the queue is away: {error}")),
-        ClientDisconnect: gone,
-    }
 
 
 def create_app(settings: GatewaySettings, *, prefix: str = PREFIX) -> FastAPI:
@@ -326,7 +247,7 @@ def create_app(settings: GatewaySettings, *, prefix: str = PREFIX) -> FastAPI:
         ValueError: the token is empty or its file cannot be read, or spool settings do not fit together.
     """
     gateway = Gateway(settings, prefix)
-    app = FastAPI(title="Reward server", lifespan=gateway.lifespan, exception_handlers=_handlers())
+    app = FastAPI(title="Reward server", lifespan=gateway.lifespan, exception_handlers=handlers())
     app.state.gateway = gateway
     results: dict[int | str, dict[str, Any]] = {200: {"model": ScoreResponse}, 202: {"model": ScoreResponse}}
     errors: dict[int | str, dict[str, Any]] = {
@@ -347,37 +268,20 @@ def create_app(settings: GatewaySettings, *, prefix: str = PREFIX) -> FastAPI:
     return app
 
 
-def check_exposure(host: str, token: str | None) -> None:
-    """Refuse to serve other machines without a token.
-
-    Raises:
-        ValueError: ``token`` is None and ``host`` is, or may resolve to, an address that is not loopback.
-    """
-    if token is not None:
-        return
-    try:
-        addresses = [ipaddress.ip_address(host or "0.0.0.0")]  # an empty host means all addresses
-    except ValueError:
-        try:
-            addresses = [ipaddress.ip_address(info[4][0]) for info in socket.getaddrinfo(host, None)]
-        except OSError as error:
-            raise ValueError(f"host {host!r} cannot be resolved: {error}") from error
-    if not all(address.is_loopback for address in addresses):
-        raise ValueError(
-            f"host {host!r} can be reached from other machines, and no token is set: set token (or token_file), "
-            "or listen on 127.0.0.1"
-        )
-
-
 class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None]) -> None:
+    def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None], on_stop: Callable[[], None]) -> None:
         super().__init__(config)
         self._on_ready = on_ready
+        self._on_stop = on_stop
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self.started:
             self._on_ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._on_stop()
+        await super().shutdown(sockets)
 
 
 def run(settings: GatewaySettings, on_ready: Callable[[str], None] = lambda url: None) -> None:
@@ -400,4 +304,4 @@ def run(settings: GatewaySettings, on_ready: Callable[[str], None] = lambda url:
             signal.signal(
                 number, lambda *_: None
             )  # uvicorn raises them again once it has shut down: that is no failure
-        _Server(config, lambda: on_ready(url)).run(sockets=[listener])
+        _Server(config, lambda: on_ready(url), app.state.gateway.queue.stop_waiting).run(sockets=[listener])

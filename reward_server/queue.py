@@ -95,6 +95,15 @@ class Task:
     queued_ms: float
 
 
+@dataclass(frozen=True)
+class Total:
+    """A count over all workers of a reward: images ``scored`` or ``failed``, parts ``delivered`` or ``given_up``."""
+
+    reward: str
+    what: str
+    count: int
+
+
 def _merge(parts: Sequence[RewardResult]) -> RewardResult:
     """One result out of those of consecutive parts; a sub-score that a part lacks is null there."""
     if len(parts) == 1:
@@ -159,6 +168,7 @@ class JobQueue:
         self._cancel = client.register_script(scripts.CANCEL)
         self._workers = client.register_script(scripts.WORKERS)
         self._waiting: dict[str, set[asyncio.Event]] = {}
+        self._stopping = False
 
     async def submit(self, job_id: str, digest: str, images: int, ref: str, rewards: Sequence[str]) -> bool:
         """Queue a job for all of ``rewards`` or none; False if it was queued before under this id and digest.
@@ -186,6 +196,8 @@ class JobQueue:
     async def wait(self, job_id: str, timeout: float) -> ScoreResponse | None:
         """The job once it is finished, or as it is after ``timeout`` seconds; None if there is none of this id.
 
+        Times out at once after :meth:`stop_waiting`.
+
         Raises:
             redis.RedisError: Redis was away at the end of the time.
         """
@@ -198,10 +210,10 @@ class JobQueue:
                 event.clear()
                 try:
                     response = await self.status(job_id)
-                    if response is None or response.state in FINISHED or loop.time() >= deadline:
+                    if response is None or response.state in FINISHED or self._stopping or loop.time() >= deadline:
                         return response
                 except RedisError:
-                    if loop.time() >= deadline:
+                    if self._stopping or loop.time() >= deadline:
                         raise
                 pause = max(0.0, min(RECHECK_S, deadline - loop.time()))
                 with contextlib.suppress(TimeoutError):
@@ -210,6 +222,13 @@ class JobQueue:
             self._waiting[job_id].discard(event)
             if not self._waiting[job_id]:
                 del self._waiting[job_id]
+
+    def stop_waiting(self) -> None:
+        """Let every waiting request answer at once, since the server shuts down."""
+        self._stopping = True
+        for events in self._waiting.values():
+            for event in events:
+                event.set()
 
     async def cancel(self, job_id: str) -> JobState | None:
         """Cancel an unfinished job, or forget a finished one; its state before, None if there is none."""
@@ -249,6 +268,12 @@ class JobQueue:
             )
         return [found[name] for name in sorted(found)]
 
+    async def totals(self) -> list[Total]:
+        """What the workers counted since Redis began."""
+        counts: Any = await self.client.hgetall(f"{self.prefix}totals")
+        split = ((key.rsplit(":", 1), count) for key, count in sorted(counts.items()))
+        return [Total(reward, what, int(count)) for (reward, what), count in split]
+
     async def listen(self, on_done: Callable[[str], Awaitable[None]]) -> None:
         """Wake waiting requests and call ``on_done`` with the id of each job that ends, for ever; survives Redis."""
         while True:
@@ -284,6 +309,7 @@ class WorkQueue:
         self._prefix = prefix
         self._stream = f"{prefix}stream:{reward}"
         self._claim_idle_ms = claim_idle_ms
+        self._cursor = "0-0"  # where reclaiming goes on among the parts that others hold
         self._begin = client.register_script(scripts.BEGIN)
         self._finish = client.register_script(scripts.FINISH)
         self._give_back = client.register_script(scripts.GIVE_BACK)
@@ -319,7 +345,10 @@ class WorkQueue:
 
     def reclaim(self, count: int) -> list[Part]:
         """Up to ``count`` parts whose worker showed no sign of life for ``claim_idle_ms``; they are ours now."""
-        reply: Any = self.client.xautoclaim(self._stream, GROUP, self.worker_id, self._claim_idle_ms, count=count)
+        reply: Any = self.client.xautoclaim(
+            self._stream, GROUP, self.worker_id, self._claim_idle_ms, start_id=self._cursor, count=count
+        )
+        self._cursor = reply[0]
         return [_part(*entry) for entry in reply[1] if entry[1]]
 
     def begin(self, part: Part) -> Task | None:
@@ -333,7 +362,8 @@ class WorkQueue:
         False if the part had a result already (the first one stays) or its job is gone.
         """
         text = result.model_dump_json()
-        return bool(self._run(self._finish, part.entry, part.job, part.start, part.stop, text, gave_up))
+        failed = sum(score is None for score in result.scores)
+        return bool(self._run(self._finish, part.entry, part.job, part.start, part.stop, text, gave_up, failed))
 
     def give_back(self, part: Part) -> None:
         """Hand a part that was begun to the other workers at once; the delivery does not count."""

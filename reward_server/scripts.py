@@ -9,6 +9,7 @@ Keys, below a prefix (KEYS[1]; one Redis node, not a cluster: the scripts build 
     dead:{reward}     parts that were given up, with the reason
     seen              sorted set of worker ids by their last sign of life (ms), info: hash worker id -> JSON
     served            sorted set of rewards by their last worker's sign of life (ms), max_batch: hash reward -> images
+    totals            hash "{reward}:{what}": images scored and failed, parts delivered and given_up
     done (channel)    ids of jobs that were finished or cancelled
 
 Times are Redis's own clock, so hosts need not agree.
@@ -77,12 +78,13 @@ if not (state == 'queued' or state == 'running') or redis.call('HEXISTS', job, '
   return {}
 end
 redis.call('HSET', job, 'state', 'running')
+redis.call('HINCRBY', P .. 'totals', ARGV[1] .. ':delivered', 1)
 local tries = redis.call('HINCRBY', job, 'tries:' .. part, 1)
 return {redis.call('HGET', job, 'ref'), tries, now - redis.call('HGET', job, 'created')}
 """
 )
 
-# ARGV: reward, entry, job id, start, stop, result JSON, reason for giving up or ''
+# ARGV: reward, entry, job id, start, stop, result JSON, reason for giving up or '', images without a score
 # -> 1 if this result was stored, 0 if the part had one or its job is gone
 FINISH = (
     _NOW
@@ -94,12 +96,15 @@ local stored = 0
 if (state == 'queued' or state == 'running')
     and redis.call('HSETNX', job, 'result:' .. ARGV[1] .. ':' .. ARGV[4], ARGV[6]) == 1 then
   stored = 1
+  redis.call('HINCRBY', P .. 'totals', ARGV[1] .. ':scored', ARGV[5] - ARGV[4] - ARGV[8])
+  redis.call('HINCRBY', P .. 'totals', ARGV[1] .. ':failed', ARGV[8])
   if redis.call('HINCRBY', job, 'left', -1) == 0 then
     redis.call('HSET', job, 'state', 'done')
     redis.call('PEXPIRE', job, redis.call('HGET', job, 'result_ttl'))
     redis.call('PUBLISH', P .. 'done', ARGV[3])
   end
   if ARGV[7] ~= '' then
+    redis.call('HINCRBY', P .. 'totals', ARGV[1] .. ':given_up', 1)
     redis.call('XADD', P .. 'dead:' .. ARGV[1], 'MAXLEN', '~', 1000, '*', 'job', ARGV[3], 'start', ARGV[4],
       'stop', ARGV[5], 'reason', ARGV[7])
   end

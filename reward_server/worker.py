@@ -27,7 +27,7 @@ from redis.exceptions import RedisError
 from reward_server.contract import RewardResult, Timings
 from reward_server.payloads import Item, PayloadGoneError, PayloadReader, PayloadUnreachableError
 from reward_server.queue import PREFIX, Part, Task, WorkerInfo, WorkQueue
-from reward_server.rewards.base import Reward, Score, load
+from reward_server.rewards.base import Reward, Score, load, prepare
 from reward_server.scoring import Scorer
 from reward_server.settings import WorkerSettings
 
@@ -264,12 +264,12 @@ def run(settings: WorkerSettings) -> None:
     """Load the reward and serve it until SIGTERM or SIGINT.
 
     Raises:
-        RewardLoadError: no such reward, or it lacks a package.
+        RewardLoadError: no such reward, it lacks a package, or an option is wrong.
         ValueError: the token is empty or its file cannot be read.
     """
     reward = load(settings.reward)
     started = time.monotonic()
-    reward.setup(settings.device, **settings.options)
+    prepare(reward, settings.device, settings.options)
     if (torch := sys.modules.get("torch")) is not None:
         torch.set_num_threads(settings.threads)
     worker = Worker(settings, reward)

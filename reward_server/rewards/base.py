@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import inspect
 import pkgutil
 import re
 from collections.abc import Mapping, Sequence
@@ -50,7 +51,7 @@ class Reward(Protocol):
     """Metadata keys without which an image cannot be scored; the worker refuses such images with a reason"""
 
     def setup(self, device: str, **options: Any) -> None:
-        """Load and warm up on a torch device such as ``cpu`` or ``cuda:1``. Unknown options are a TypeError."""
+        """Load and warm up on a torch device such as ``cpu`` or ``cuda:1``. Options are keyword arguments."""
 
     def score(
         self, images: Sequence[Image], prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
@@ -100,3 +101,18 @@ def load(name: str) -> Reward:
     if not re.match(NAME_PATTERN, reward.name):
         raise RewardLoadError(f"{module_name}.{class_name}.name is {reward.name!r}, which must match {NAME_PATTERN}")
     return reward
+
+
+def prepare(reward: Reward, device: str, options: Mapping[str, Any]) -> None:
+    """Call ``setup`` with the options of the configuration.
+
+    Raises:
+        RewardLoadError: an option that it does not know, or one missing; the message lists those it has.
+    """
+    signature = inspect.signature(reward.setup)
+    try:
+        signature.bind(device, **options)
+    except TypeError as error:
+        known = ", ".join(name for name in signature.parameters if name != "device") or "none"
+        raise RewardLoadError(f"options of reward {reward.name!r}: {error}; it has: {known}") from error
+    reward.setup(device, **options)

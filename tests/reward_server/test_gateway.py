@@ -1,16 +1,20 @@
 import io
 import json
+import os
+import signal
 import threading
 import time
 
+import httpx
 import numpy as np
 import pytest
 import redis
 from PIL import Image
 
 from reward_server import queue as queue_module
+from reward_server.access import check_exposure
 from reward_server.contract import CONTENT_TYPE, ScoreRequest, ScoreResponse, decode_request, encode_request
-from reward_server.gateway import check_exposure, create_app, run
+from reward_server.gateway import create_app, run
 from reward_server.settings import GatewaySettings
 
 
@@ -285,17 +289,22 @@ def test_rewards_are_listed(gateway, serve):
     }
 
 
-def test_health_readiness_and_metrics(gateway, serve, send, red_images):
+def test_health_readiness_and_metrics(gateway, serve, send, red_images, tmp_path, eventually):
     assert gateway.get("/healthz").json() == {"status": "ok"}
     assert "no worker is alive" in error(gateway.get("/readyz"), 503)["message"]
-    serve()
+    serve(lambda images, prompts, metadata: [1.0, None])
     assert gateway.get("/readyz").json() == {"ready": True, "rewards": ["red"]}
     send(gateway, red_images(1, 2))
+    eventually(lambda: spooled(tmp_path) == [])
     lines = gateway.get("/metrics").text.splitlines()
     assert "reward_server_images_total 2.0" in lines
     assert 'reward_server_workers{reward="red"} 1.0' in lines
     assert 'reward_server_queue_depth_images{reward="red"} 0.0' in lines
     assert 'reward_server_requests_total{method="POST",route="/v1/score",status="200"} 1.0' in lines
+    assert 'reward_server_scores_total{outcome="scored",reward="red"} 1.0' in lines
+    assert 'reward_server_scores_total{outcome="failed",reward="red"} 1.0' in lines
+    assert 'reward_server_parts_total{outcome="delivered",reward="red"} 1.0' in lines
+    assert "reward_server_spool_bytes 0.0" in lines
     assert "reward_server_redis_up 1.0" in lines
 
 
@@ -328,6 +337,36 @@ def test_loopback_needs_no_token():
         check_exposure("no-such-host.invalid", None)
     with pytest.raises(ValueError, match="no token is set"):
         run(GatewaySettings(host="0.0.0.0"))
+
+
+@pytest.fixture
+def signals():
+    """Signal handlers are as they were after the test."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_command_says_where_it_listens_and_answers_before_it_stops(
+    redis_url, signals, blocked, send, red_images, tmp_path, number
+):
+    """``run`` on a free port; on the signal a waiting request is answered with 202 at once, and ``run`` returns."""
+    answers = []
+
+    def use(url):
+        with httpx.Client(base_url=url, timeout=30) as client:
+            threading.Timer(0.5, os.kill, (os.getpid(), number)).start()
+            answers.append(send(client, red_images(1), wait=20).status_code)
+
+    def on_ready(url):
+        threading.Thread(target=use, args=[url]).start()
+
+    started = time.monotonic()
+    run(GatewaySettings(redis_url=redis_url, port=0, spool="directory", spool_dir=tmp_path / "spool"), on_ready)
+    assert answers == [202]
+    assert time.monotonic() - started < 4
 
 
 def test_settings_that_do_not_fit_together():

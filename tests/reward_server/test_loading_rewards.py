@@ -3,7 +3,7 @@ import sys
 import numpy as np
 import pytest
 
-from reward_server.rewards.base import RewardLoadError, available, load
+from reward_server.rewards.base import RewardLoadError, available, load, prepare
 
 PLUGIN = """
 class Good:
@@ -58,3 +58,16 @@ def test_what_cannot_be_loaded_says_why(plugin, name, message):
     with pytest.raises(RewardLoadError) as error:
         load(name)
     assert message in str(error.value)
+
+
+def test_options_are_checked_by_name(make_reward):
+    seen = []
+
+    def setup(device, size="small"):
+        seen.append((device, size))
+
+    reward = make_reward(setup=setup)
+    prepare(reward, "cpu", {"size": "large"})
+    assert seen == [("cpu", "large")]
+    with pytest.raises(RewardLoadError, match=r"options of reward 'red': .*'sise'; it has: size"):
+        prepare(reward, "cpu", {"sise": "large"})

@@ -1,3 +1,5 @@
+import os
+import signal
 import threading
 import time
 
@@ -7,6 +9,8 @@ import redis
 
 from reward_server.queue import WorkQueue
 from reward_server.rewards.base import Score
+from reward_server.settings import WorkerSettings
+from reward_server.worker import run
 
 
 @pytest.fixture
@@ -275,3 +279,20 @@ def test_a_worker_outlives_redis(own_redis, start_gateway, start_worker, make_re
     assert send(gateway, red_images(2)).json()["results"]["red"]["scores"] == [1]
     own_redis.stop()
     worker.stop_and_wait()  # stops all the same
+
+
+def test_the_command_serves_until_it_is_told_to_stop(gateway, send, red_images, redis_url):
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    answers = []
+
+    def use():
+        while gateway.get("/readyz").status_code != 200:
+            time.sleep(0.01)
+        answers.append(send(gateway, red_images(1, 2), rewards=["null"]).json()["results"]["null"]["scores"])
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=use).start()
+    run(WorkerSettings(reward="null", redis_url=redis_url))
+    assert answers == [[1.0, 1.0]]
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
