@@ -54,10 +54,6 @@ class PolicyConfig(Section):
         default=None, description="classifier-free guidance scale, 1 = none; none: the family's default"
     )
     device: Literal["auto", "cpu"] = Field(default="auto", description="auto: a GPU if there is one")
-    dtype: Literal["float32", "bfloat16"] = Field(
-        default="float32",
-        description="type that parameters are kept in (train.mixed_precision is the type computed in)",
-    )
 
 
 class PromptsConfig(Section):
@@ -227,6 +223,7 @@ class ReportConfig(Section):
     run_dir: Path = Field(
         default=Path("runs/train"), description="run folder; a number is appended if it holds a run already"
     )
+    project: str = Field(default="mar-grpo", description="project name given to the trackers")
     trackers: list[str] = Field(default=["tensorboard"], description="accelerate trackers: tensorboard, wandb, ...")
     sheet_prompts: Annotated[int, Field(ge=0)] = Field(
         default=8, description="held-out prompts on the contact sheets, with all their images; 0: no sheets"

@@ -156,7 +156,8 @@ def evaluate(
         chunk = pairs[start : start + batch]
         texts = [prompts[p].text for p, _ in chunk]
         seeds = [derive_seed("evaluate", p, m) for p, m in chunk]
-        images = policy.decode(policy.rollout(texts, seeds).tokens)
+        with accelerator.autocast():
+            images = policy.decode(policy.rollout(texts, seeds).tokens)
         job = client.submit(images, texts, [prompts[p].metadata for p, _ in chunk])
         scores, valid = columns(job.result(), weights)
         kept = [(pair, images[i]) for i, pair in enumerate(chunk) if pair[0] in shown]

@@ -30,7 +30,7 @@ def launch(config: Config, stop: Callable[[], bool]) -> None:
     if accelerator.is_main_process:
         root = [choose_folder(config.report.run_dir, resume=config.checkpoint.resume != "none")]
     broadcast_object_list(root)
-    accelerator.project_configuration.set_directories(str(root[0]))
+    accelerator.project_configuration.logging_dir = str(root[0] / "tensorboard")
     try:
         with parts.reward_client(config, accelerator) as client:
             run = build(config, accelerator, client, root[0], stop)
@@ -39,7 +39,7 @@ def launch(config: Config, stop: Callable[[], bool]) -> None:
                 (root[0] / "config.yaml").write_text(options.dump(config))
                 run.folder.write_json("versions.json", {k: v for k, v in run.manifest.items() if k != "settings"})
                 print(f"{root[0]}: {accelerator.num_processes} process(es), {accelerator.device}", file=sys.stderr)
-            accelerator.init_trackers("tensorboard")
+            accelerator.init_trackers(config.report.project, config=flat(run.manifest["settings"]))
             train(run)
             if run.folder is not None:
                 facts = {key: run.manifest[key] for key in ("rewards", "base_checkpoint", "versions")}
@@ -114,6 +114,14 @@ def restore(run: Run, checkpoint: Path | None) -> None:
             print(f"resuming after step {run.step} from {checkpoint}", file=sys.stderr)
     broadcast_object_list(evaluated)
     run.evaluated_at = evaluated[0]
+
+
+def flat(settings: dict[str, Any], prefix: str = "") -> dict[str, str]:
+    """Dotted keys and values as text, the one form that every tracker takes."""
+    found: dict[str, str] = {}
+    for key, value in settings.items():
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": str(value)}
+    return found
 
 
 def headline(summary: dict[str, Any], root: Path) -> str:

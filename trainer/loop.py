@@ -119,6 +119,7 @@ def train(run: Run) -> None:
             images = len(scores[TOTAL])
             finished = time.monotonic()
             stats |= reward_metrics(scores, valid) | {
+                "missing_reason": rollout.reason,
                 "signal_fraction": float(advantages.signal.float().mean()),
                 "images_per_s": images / (finished - started),
                 "time/step_s": finished - started,
@@ -303,11 +304,13 @@ def log_step(run: Run, stats: dict[str, Any], bar: Any) -> None:
     if run.folder is None:
         return
     run.folder.metrics.append(run.step, stats)
-    run.accelerator.log({k: v for k, v in stats.items() if v is not None}, step=run.step)
+    run.accelerator.log({k: v for k, v in stats.items() if isinstance(v, int | float)}, step=run.step)
     bar.set_postfix({k.split("/")[-1 if "time" in k else 0]: f"{stats[k]:.3g}" for k in SHOWN if stats[k] is not None})
     bar.update()
     if stats["missing"]:
-        bar.write(f"step {run.step}: {stats['missing']} images got no score and were left out")
+        bar.write(
+            f"step {run.step}: {stats['missing']} images got no score and were left out ({stats['missing_reason']})"
+        )
 
 
 def log_signal(run: Run, rollout: Rollout, advantages: Advantages) -> None:

@@ -118,7 +118,7 @@ def load_policy(config: Config, checkpoint: Path | None = None) -> tuple[Policy,
         policy = family.load(path, **chosen)
     except (FileNotFoundError, ValueError) as error:
         raise UserError(f"policy: {error}") from error
-    as_module(policy).to(getattr(torch, config.policy.dtype)).eval()
+    as_module(policy).eval()
     return policy, path
 
 

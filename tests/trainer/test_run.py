@@ -38,7 +38,7 @@ def test_a_run_leaves_everything_in_its_folder(arguments, tmp_path, capsys):
     expected = {"config.yaml", "versions.json", "metrics.jsonl", "evaluations.jsonl", "signal.jsonl", "reward.png"}
     expected |= {"sheet.png", "report.json", "report.md", "samples", "checkpoints", "tensorboard"}
     assert {path.name for path in folder.iterdir()} == expected
-    assert list((folder / "tensorboard").glob("events.*"))
+    assert list((folder / "tensorboard" / "mar-grpo").glob("events.*"))
     assert "s3cret" not in (folder / "config.yaml").read_text()
     assert "s3cret" not in "".join(p.read_text() for p in (folder / "checkpoints").glob("*/manifest.json"))
     resolved = Config.model_validate(yaml.safe_load((folder / "config.yaml").read_text()))
