@@ -43,7 +43,7 @@ def launch(config: Config, stop: Callable[[], bool]) -> None:
             train(run)
             if run.folder is not None:
                 facts = {key: run.manifest[key] for key in ("rewards", "base_checkpoint", "versions")}
-                print(headline(run.folder.finish(config.report.sheet_prompts, facts), root[0]))
+                print(headline(run.folder.finish(config.report.sheet_prompts, facts), config.train.steps, root[0]))
     finally:
         accelerator.end_training()
 
@@ -101,6 +101,7 @@ def restore(run: Run, checkpoint: Path | None) -> None:
             policy=parts.as_module(run.policy),
             training=training_states(run),
         )
+        check_same_run(run, checkpoint, loaded)
         run.step = loaded.step
         run.pending = deque(run.sampler.restore(pending) for pending in loaded.pending)
         run.saved_at = run.step if checkpoint.parent == run.checkpoints else None
@@ -116,6 +117,27 @@ def restore(run: Run, checkpoint: Path | None) -> None:
     run.evaluated_at = evaluated[0]
 
 
+def check_same_run(run: Run, path: Path, loaded: checkpoints.Checkpoint) -> None:
+    """Raises CheckpointError if going on would mix two runs: another reference, or rollouts made for other settings."""
+    if loaded.manifest["base_checkpoint"] != run.manifest["base_checkpoint"]:
+        raise checkpoints.CheckpointError(
+            f"{path} was trained from other weights than policy.checkpoint names (the KL's reference); name those, or "
+            f"start a new run from the trained ones with --policy.checkpoint {path}"
+        )
+    if not loaded.pending:
+        return
+    old, new = (flat(manifest["settings"]) for manifest in (loaded.manifest, run.manifest))
+    free = ("train.steps", "train.learning_rate", "train.scheduler", "train.warmup_steps", "train.threads")
+    free += ("policy.checkpoint",)  # compared by content above
+    fixed = [key for key in new if key.startswith(("algorithm.", "policy.", "train.")) and key not in free]
+    changed = [f"{key} ({old.get(key)} there, {new[key]} now)" for key in fixed if old.get(key) != new[key]]
+    if changed:
+        raise checkpoints.CheckpointError(
+            f"{path} holds rollouts that wait for their scores, made with other settings: {', '.join(changed)}; "
+            "resume with the settings of the checkpoint"
+        )
+
+
 def flat(settings: dict[str, Any], prefix: str = "") -> dict[str, str]:
     """Dotted keys and values as text, the one form that every tracker takes."""
     found: dict[str, str] = {}
@@ -124,9 +146,11 @@ def flat(settings: dict[str, Any], prefix: str = "") -> dict[str, str]:
     return found
 
 
-def headline(summary: dict[str, Any], root: Path) -> str:
+def headline(summary: dict[str, Any], steps: int, root: Path) -> str:
     """The end of the run in a few lines."""
     lines = [f"{summary['steps']} steps, {summary['seconds_waiting_for_rewards']:.1f} s waiting for rewards"]
+    if summary["steps"] < steps:
+        lines = [f"stopped after {summary['steps']} of {steps} steps; --resume auto goes on from there"]
     if TOTAL in summary["heldout"]:
         before, after, change = (Interval(**summary["heldout"][TOTAL][k]) for k in ("before", "after", "difference"))
         lines.append(f"held-out reward {before.text()} -> {after.text()}; paired difference {change.text()} (95 %)")

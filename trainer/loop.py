@@ -13,6 +13,7 @@ gives the same gradient.
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import time
 from collections import deque
@@ -41,6 +42,7 @@ from trainer.report import RunFolder
 from trainer.rewards import RewardError
 from trainer.rollout import Rollout, Sampler
 
+logger = logging.getLogger(__name__)
 SHOWN = ("reward/mean", "kl", "grad_norm", "images_per_s", "time/wait_s")
 """Metrics on the progress bar."""
 
@@ -102,13 +104,8 @@ def train(run: Run) -> None:
             scores, valid = receive(run, rollout)
             received = time.monotonic()
 
-            advantages = group_advantages(
-                torch.from_numpy(np.stack([scores[name] for name in config.reward.names], axis=1)),
-                torch.from_numpy(np.stack([valid[name] for name in config.reward.names], axis=1)),
-                config.train.group_size,
-                list(config.reward.names.values()),
-                config.reward.mix,
-            )
+            note_revisions(run, rollout)
+            advantages = global_advantages(config, scores, valid)
             if due(run.step, config.report.snr_every) or run.step == 0:
                 log_signal(run, rollout, advantages)
             measured = time.monotonic()
@@ -165,6 +162,27 @@ def receive(run: Run, rollout: Rollout) -> tuple[dict[str, Floats], dict[str, Fl
             f"stop: {rollout.reason or 'see the other processes'}"
         )
     return scores, valid
+
+
+def global_advantages(config: Config, scores: dict[str, Floats], valid: dict[str, Flags]) -> Advantages:
+    """Each image's advantage within its group, from the global batch's scores."""
+    weights = config.reward.names
+    return group_advantages(
+        torch.from_numpy(np.stack([scores[name] for name in weights], axis=1)),
+        torch.from_numpy(np.stack([valid[name] for name in weights], axis=1)),
+        config.train.group_size,
+        list(weights.values()),
+        config.reward.mix,
+    )
+
+
+def note_revisions(run: Run, rollout: Rollout) -> None:
+    """Say so when a reward model was exchanged during the run: from there on, rewards mean something else."""
+    known = run.manifest["rewards"]
+    changed = {name: new for name, new in rollout.revisions.items() if known.get(name) != new}
+    for name, new in changed.items() if run.folder is not None else ():
+        logger.warning("step %d: reward %s is now revision %s (was %s)", rollout.index, name, new, known.get(name))
+    run.manifest["rewards"] = known | changed
 
 
 def update(run: Run, rollout: Rollout, advantages: Advantages) -> dict[str, Any]:

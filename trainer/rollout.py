@@ -170,6 +170,8 @@ class Rollout:
     """(B,) numbers and validity by name (see :func:`trainer.evaluate.columns`), once received"""
     reason: str | None = None
     """Why the first image without a score has none"""
+    revisions: dict[str, str] = field(default_factory=dict)
+    """Of the reward models that scored"""
 
     def collect(self, weights: dict[str, float]) -> tuple[dict[str, Floats], dict[str, Flags]]:
         """The scores, waiting for them if need be. Raises RewardError if they cannot be had."""
@@ -177,6 +179,7 @@ class Rollout:
             assert self.job is not None
             answer = self.job.result()
             self.scores = columns(answer, weights)
+            self.revisions = answer.revisions
             self.reason = next((r for reasons in answer.reasons.values() for r in reasons if r is not None), None)
         return self.scores
 

@@ -26,6 +26,7 @@ class Server:
     def __init__(self, score=redness):
         self.score = score
         self.requests = []
+        self.revision = "1"
         self.away = False
 
     def __call__(self, request):
@@ -33,13 +34,13 @@ class Server:
             raise httpx.ConnectError("connection refused")
         if request.method == "GET":
             names = ["null", "shapes"]
-            infos = [RewardInfo(name=n, revision=f"{n}-1", workers=1, max_batch=16, depth=0) for n in names]
+            infos = [RewardInfo(name=n, revision=self.revision, workers=1, max_batch=16, depth=0) for n in names]
             return httpx.Response(200, content=RewardList(rewards=infos).model_dump_json())
         wanted, images = decode_request(request.read())
         self.requests.append(wanted)
         scores = [self.score(image, prompt) for image, prompt in zip(images, wanted.prompts, strict=True)]
         result = RewardResult(
-            revision="1",
+            revision=self.revision,
             scores=scores,
             reasons=[None if s is not None else "the judge is asleep" for s in scores],
             details={"half": [None if s is None else s / 2 for s in scores]},

@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from trainer import checkpoints
+from trainer.checkpoints import CheckpointError
 from trainer.config import UserError
 from trainer.loop import optimizer_step, train
+from trainer.policies.small import SmallPolicy
 from trainer.rewards import RewardServerLost
 
 
@@ -157,6 +159,33 @@ def test_a_lost_server_stops_the_run_with_nothing_lost(make_run, server):
     assert (resumed.step, len(resumed.pending)) == (2, 1)
     train(resumed)
     assert lasting(metrics(resumed)) == lasting(metrics(whole))
+
+
+def test_an_exchanged_reward_model_is_reported(make_run, server, caplog):
+    def score(image, prompt):
+        server.revision = "2" if len(server.requests) > 1 else "1"
+        return float(image.mean())
+
+    server.score = score
+    run = make_run()
+    train(run)
+    messages = [record.message for record in caplog.records]
+    assert messages == ["step 1: reward shapes is now revision 2 (was 1)"]
+    assert run.manifest["rewards"] == {"shapes": "2"}
+
+
+def test_resuming_refuses_to_mix_two_runs(make_run, tiny, tmp_path):
+    asked = iter([False, True])
+    train(make_run(stop=lambda: next(asked), train={"depth": 1}))
+    resume = {"resume": "auto"}
+    with pytest.raises(CheckpointError, match=r"train.micro_batch \(64 there, 4 now\); resume with the settings"):
+        make_run(train={"depth": 1, "micro_batch": 4}, checkpoint=resume)
+    assert make_run(train={"depth": 1, "learning_rate": 1e-5, "steps": 9}, checkpoint=resume).step == 1
+    other = SmallPolicy.load(tiny.checkpoint)
+    other.backbone.mask_token.data += 1
+    other.save(tmp_path / "other.safetensors")
+    with pytest.raises(CheckpointError, match="trained from other weights"):
+        make_run(policy={"checkpoint": tmp_path / "other.safetensors"}, train={"depth": 1}, checkpoint=resume)
 
 
 def test_depth_sends_the_next_rollout_before_the_scores_are_used(make_run, server):
