@@ -150,25 +150,27 @@ class Gateway:
     async def _submit(self, received: Received) -> None:
         """Commit the payload and queue the job; the payload stays only if the job is new."""
         job_id, request = received.job_id, received.request
-        new = False
         ref = await received.payload.commit()
         self._refs.setdefault(job_id, ref)  # before the job can end
+        refused: ApiError | None = None
+        new = False
         try:
             new = await self.queue.submit(job_id, received.digest, len(request.prompts), ref, request.rewards)
         except UnknownRewardError as error:
             served = ", ".join(info.name for info in await self.queue.rewards()) or "none at the moment"
-            raise ApiError(
-                404, "unknown_reward", f"no worker serves {error.reward!r}; served: {served}", "request.rewards"
-            ) from error
+            message = f"no worker serves {error.reward!r}; served: {served}"
+            refused = ApiError(404, "unknown_reward", message, "request.rewards")
         except QueueFullError as error:
-            raise come_back(429, "queue_full", f"{error}, at most {self.settings.max_depth} may") from error
-        except IdConflictError as error:
-            raise ApiError(409, "id_conflict", f"job {job_id} exists with other content", "request.id") from error
-        finally:
-            if not new:
-                if self._refs.get(job_id) == ref:
-                    del self._refs[job_id]
-                await received.payload.discard()
+            refused = come_back(429, "queue_full", f"{error}, at most {self.settings.max_depth} may")
+        except IdConflictError:
+            refused = ApiError(409, "id_conflict", f"job {job_id} exists with other content", "request.id")
+        # a RedisError leaves the payload to the sweep, since the job may have been queued all the same
+        if not new:
+            if self._refs.get(job_id) == ref:
+                del self._refs[job_id]
+            await received.payload.discard()
+        if refused is not None:
+            raise refused
         self.metrics.images.inc(len(request.prompts))
 
     def _answer(self, response: ScoreResponse) -> Response:

@@ -44,8 +44,12 @@ class PayloadReader:
         self._http = httpx.Client(base_url=gateway_url, headers=headers, timeout=60.0) if gateway_url else None
         self._opened: OrderedDict[str, tuple[ScoreRequest, Any]] = OrderedDict()
 
-    def close(self) -> None:
+    def forget(self) -> None:
+        """Close what is kept open, so that memory of jobs that have ended is freed."""
         self._opened.clear()
+
+    def close(self) -> None:
+        self.forget()
         if self._http is not None:
             self._http.close()
 

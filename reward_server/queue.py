@@ -173,9 +173,11 @@ class JobQueue:
     async def submit(self, job_id: str, digest: str, images: int, ref: str, rewards: Sequence[str]) -> bool:
         """Queue a job for all of ``rewards`` or none; False if it was queued before under this id and digest.
 
+        Then the payload of that time is used, not ``ref``.
+
         Raises:
             IdConflictError, UnknownRewardError, QueueFullError: nothing was queued.
-            redis.RedisError: Redis is away.
+            redis.RedisError: Redis is away; the job may have been queued or not.
         """
         limits = (self._job_ttl_ms, self._result_ttl_ms, self._max_depth, self._grace_ms)
         arguments: list[str | int] = [job_id, digest, images, ref, *limits, *rewards]
@@ -186,7 +188,7 @@ class JobQueue:
             raise UnknownRewardError(details[0])
         if outcome == "full":
             raise QueueFullError(details[0], int(details[1]))
-        return bool(outcome == "new")
+        return bool(outcome == "new" or details[0] == ref)  # the second if redis-py sent it twice
 
     async def status(self, job_id: str) -> ScoreResponse | None:
         """The job as it is now; None if there is none of this id (any more)."""

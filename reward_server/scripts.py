@@ -31,14 +31,15 @@ end
 """
 
 # ARGV: id, digest, images, ref, job ttl ms, result ttl ms, max depth, grace ms, reward...
-# -> {'new'} | {'same'} | {'conflict'} | {'unknown', reward} | {'full', reward, depth}; all rewards or none
+# -> {'new'} | {'same', ref} | {'conflict'} | {'unknown', reward} | {'full', reward, depth}; all rewards or none
 SUBMIT = (
     _NOW
     + """
 local job = P .. 'job:' .. ARGV[1]
 local images, depth, grace = tonumber(ARGV[3]), tonumber(ARGV[7]), tonumber(ARGV[8])
 local digest = redis.call('HGET', job, 'digest')
-if digest then return {digest == ARGV[2] and 'same' or 'conflict'} end
+if digest == ARGV[2] then return {'same', redis.call('HGET', job, 'ref')} end
+if digest then return {'conflict'} end
 local rewards = {unpack(ARGV, 9)}
 for _, reward in ipairs(rewards) do
   local seen = redis.call('ZSCORE', P .. 'served', reward)

@@ -158,6 +158,8 @@ class Worker:
                     block = 0
                 parts = self._queue.take(max(1, missing // self._part_size), block)
             if not parts:
+                if not self._held:
+                    self._payloads.forget()
                 return
             for part in parts:
                 self._begin(part)

@@ -2,6 +2,8 @@ import json
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from pydantic import ValidationError
 from safetensors.numpy import load, save
 
@@ -180,3 +182,16 @@ def test_a_result_never_holds_a_failure_as_a_score(changes, message):
     RewardResult(**good)
     with pytest.raises(ValidationError, match=message):
         RewardResult(**{**good, **changes})
+
+
+@given(st.integers(0, 300), st.binary(min_size=1, max_size=4))
+def test_whatever_arrives_is_decoded_or_refused_with_a_reason(place, junk):
+    received = bytearray(b"".join(encode_request(REQUEST, pixels(2, 2, 2, 3))))
+    received[place : place + len(junk)] = junk
+    where = "accepted"
+    try:
+        request, images = decode_request(received)
+        assert len(images) == len(request.prompts)
+    except ContractError as error:
+        where = error.where
+    assert where

@@ -391,6 +391,20 @@ def test_the_queue_goes_away_and_comes_back(
     assert send(client, red_images(3)).json()["results"]["red"]["scores"] == [3]
 
 
+def test_a_lost_answer_of_redis_does_not_lose_the_images(gateway, blocked, send, red_images, monkeypatch):
+    submit = queue_module.JobQueue.submit
+
+    async def submit_and_fail(self, *arguments):
+        await submit(self, *arguments)
+        raise redis.ConnectionError("the connection broke before the answer came")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(queue_module.JobQueue, "submit", submit_and_fail)
+        assert error(send(gateway, red_images(1), id="mine"), 503)["code"] == "redis_away"
+    blocked.set()
+    assert send(gateway, red_images(1), id="mine").json()["results"]["red"]["scores"] == [1]
+
+
 def test_a_job_lost_with_redis_is_reported(redis_url, gateway, blocked, send, red_images, monkeypatch):
     monkeypatch.setattr(queue_module, "RECHECK_S", 0.05)
 

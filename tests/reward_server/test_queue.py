@@ -108,7 +108,8 @@ def test_a_job_without_any_score_has_failed(on_queue, make_worker):
 def test_the_same_job_twice_is_queued_once_and_another_content_conflicts(on_queue, make_worker, client):
     make_worker()
     assert submit(on_queue)
-    assert not submit(on_queue)
+    assert not on_queue(lambda queue: queue.submit("j", "d", 4, "other ref", ["red"]))
+    assert submit(on_queue)  # the very same call, repeated by the Redis client
     assert client.get("rs:depth:red") == "4"
     with pytest.raises(IdConflictError):
         submit(on_queue, digest="other")
@@ -307,3 +308,13 @@ def test_a_missed_message_delays_but_does_not_hang(on_queue, make_worker, client
     response, _ = on_queue(lambda queue: waited(queue, "j", 30, lambda: client.hset("rs:job:j", "state", "cancelled")))
     assert response.state is JobState.CANCELLED
     assert on_queue(lambda queue: queue.wait("never", 5)) is None
+
+
+def test_reclaiming_reaches_a_dead_workers_part_behind_many_others(on_queue, make_worker):
+    alive, dead, third = (make_worker(name=name, claim_idle_ms=50) for name in ("alive", "dead", "third"))
+    submit(on_queue, images=100)  # 25 parts of 4
+    held = alive.take(24, 0)
+    (lost,) = dead.take(1, 0)
+    time.sleep(0.06)
+    alive.hold(held)
+    assert [part for _ in range(3) for part in third.reclaim(1)] == [lost]
