@@ -27,7 +27,7 @@ from trainer.algorithm.seeds import derive_seed
 from trainer.config import ENV_PREFIX, Config, UserError
 from trainer.policies.base import Policy
 from trainer.prompts import Prompt
-from trainer.rewards import RewardClient, RewardScores
+from trainer.rewards import RewardClient, RewardError, RewardScores
 
 RESAMPLES = 10_000
 TOTAL = "reward"
@@ -147,21 +147,30 @@ def evaluate(
 ) -> Evaluation:
     """Generate and score; every process calls it with the same arguments and gets the same answer.
 
-    ``batch``: images sampled at once. ``shown``: indices of the prompts whose images are wanted.
+    ``batch``: images sampled at once. ``shown``: indices of the prompts whose images are wanted. Raises RewardError on
+    all processes if one of them cannot get its scores.
     """
     mine = list(share(len(prompts), accelerator))
     pairs = [(p, m) for p in mine for m in range(images_per_prompt)]
     parts: list[dict[str, Any]] = []
+    failure: RewardError | None = None
     for start in range(0, len(pairs), batch):
         chunk = pairs[start : start + batch]
         texts = [prompts[p].text for p, _ in chunk]
         seeds = [derive_seed("evaluate", p, m) for p, m in chunk]
         with accelerator.autocast():
             images = policy.decode(policy.rollout(texts, seeds).tokens)
-        job = client.submit(images, texts, [prompts[p].metadata for p, _ in chunk])
-        scores, valid = columns(job.result(), weights)
+        try:
+            answer = client.submit(images, texts, [prompts[p].metadata for p, _ in chunk]).result()
+        except RewardError as error:
+            failure = error
+            break
+        scores, valid = columns(answer, weights)
         kept = [(pair, images[i]) for i, pair in enumerate(chunk) if pair[0] in shown]
         parts.append({"pairs": chunk, "scores": scores, "valid": valid, "images": kept})
+    failures = [text for text in gather_object([failure and str(failure)]) if text is not None]
+    if failures:  # known to all processes, so that none waits for another
+        raise failure or RewardError(failures[0])
     gathered: list[dict[str, Any]] = gather_object(parts)
     shape = (len(prompts), images_per_prompt)
     result = Evaluation([p.text for p in prompts], {}, {})

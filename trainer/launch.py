@@ -127,8 +127,8 @@ def check_same_run(run: Run, path: Path, loaded: checkpoints.Checkpoint) -> None
     if not loaded.pending:
         return
     old, new = (flat(manifest["settings"]) for manifest in (loaded.manifest, run.manifest))
-    free = ("train.steps", "train.learning_rate", "train.scheduler", "train.warmup_steps", "train.threads")
-    free += ("policy.checkpoint",)  # compared by content above
+    free = {"policy.checkpoint"}  # compared by content above
+    free |= {f"train.{name}" for name in ("steps", "learning_rate", "scheduler", "warmup_steps", "threads")}
     fixed = [key for key in new if key.startswith(("algorithm.", "policy.", "train.")) and key not in free]
     changed = [f"{key} ({old.get(key)} there, {new[key]} now)" for key in fixed if old.get(key) != new[key]]
     if changed:

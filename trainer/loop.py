@@ -345,16 +345,20 @@ def evaluate_heldout(run: Run) -> None:
     if run.config.evaluate.prompts == 0:
         return
     shown = spread(len(run.heldout), run.config.report.sheet_prompts)
-    result = evaluate(
-        run.policy,
-        run.sampler.client,
-        run.heldout,
-        images_per_prompt=run.config.evaluate.seeds,
-        weights=run.config.reward.names,
-        accelerator=run.accelerator,
-        batch=run.config.train.rollout_batch,
-        shown=shown,
-    )
+    try:
+        result = evaluate(
+            run.policy,
+            run.sampler.client,
+            run.heldout,
+            images_per_prompt=run.config.evaluate.seeds,
+            weights=run.config.reward.names,
+            accelerator=run.accelerator,
+            batch=run.config.train.rollout_batch,
+            shown=shown,
+        )
+    except RewardError:
+        save(run)
+        raise
     run.evaluated_at = run.step
     if run.folder is not None:
         run.folder.add_evaluation(run.step, result, shown)

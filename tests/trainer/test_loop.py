@@ -188,6 +188,23 @@ def test_resuming_refuses_to_mix_two_runs(make_run, tiny, tmp_path):
         make_run(policy={"checkpoint": tmp_path / "other.safetensors"}, train={"depth": 1}, checkpoint=resume)
 
 
+def test_a_server_lost_in_evaluation_loses_no_step(make_run, server):
+    def score(image, prompt):
+        server.away = len(server.requests) == 4  # the third step's; the evaluation after it finds nobody
+        return float(image.mean())
+
+    server.score = score
+    run = make_run(evaluate={"prompts": 2})
+    with pytest.raises(RewardServerLost):
+        train(run)
+    assert checkpoints.latest(run.checkpoints).name == "step-00000003"
+    assert [line["step"] for line in run.folder.evaluations.read()] == [0]
+    server.score, server.away = lambda image, prompt: 0.5, False
+    resumed = make_run(evaluate={"prompts": 2}, checkpoint={"resume": "auto"})
+    train(resumed)
+    assert [line["step"] for line in run.folder.evaluations.read()] == [0, 3]
+
+
 def test_depth_sends_the_next_rollout_before_the_scores_are_used(make_run, server):
     sent = []
     run = make_run(train={"steps": 3, "depth": 1})
