@@ -116,7 +116,6 @@ def train(run: Run) -> None:
             images = len(scores[TOTAL])
             finished = time.monotonic()
             stats |= reward_metrics(scores, valid) | {
-                "missing_reason": rollout.reason,
                 "signal_fraction": float(advantages.signal.float().mean()),
                 "images_per_s": images / (finished - started),
                 "time/step_s": finished - started,
@@ -124,6 +123,8 @@ def train(run: Run) -> None:
                 "time/wait_s": received - sampled,
                 "time/update_s": finished - measured,
             }
+            if stats["missing"]:
+                stats["missing_reason"] = rollout.reason
             log_step(run, stats, bar)
             if due(run.step, config.evaluate.every):
                 evaluate_heldout(run)

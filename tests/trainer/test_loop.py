@@ -114,6 +114,7 @@ def test_missing_scores_are_dropped_and_counted(make_run, server):
     train(run)
     (line,) = metrics(run)
     assert line["missing"] == 4
+    assert line["missing_reason"] == "the judge is asleep"
     # group 1 keeps 1, 3, 4; group 2 only 8, which is nobody's equal; group 3 keeps all
     assert line["reward/mean"] == pytest.approx((1 + 3 + 4 + 8 + 9 + 10 + 11 + 12) / 8)
     assert line["signal_fraction"] == pytest.approx(7 / 12)
