@@ -118,6 +118,14 @@ def test_the_same_request_twice_is_one_job(gateway, serve, send, red_images, tmp
     eventually(lambda: spooled(tmp_path) == [])
 
 
+def test_one_pixel_at_the_end_of_a_long_body_is_other_content(gateway, serve, send):
+    serve()
+    images = np.zeros((4, 512, 512, 3), np.uint8)
+    assert send(gateway, images, id="mine").status_code == 200
+    images[-1, -1, -1, -1] = 1
+    assert error(send(gateway, images, id="mine"), 409)["where"] == "request.id"
+
+
 def test_a_repeated_request_leaves_the_first_payload_alone(gateway, blocked, send, red_images, tmp_path):
     send(gateway, red_images(1), id="mine", wait=0)
     before = spooled(tmp_path)

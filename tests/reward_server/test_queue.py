@@ -318,3 +318,16 @@ def test_reclaiming_reaches_a_dead_workers_part_behind_many_others(on_queue, mak
     time.sleep(0.06)
     alive.hold(held)
     assert [part for _ in range(3) for part in third.reclaim(1)] == [lost]
+
+
+def test_the_first_result_of_a_part_stays_while_the_job_runs(on_queue, make_worker):
+    slow, quick = make_worker(name="slow"), make_worker(name="quick", claim_idle_ms=0)
+    submit(on_queue, images=8)
+    first, second = slow.take(2, 0)
+    slow.begin(first), slow.begin(second)
+    assert quick.reclaim(1) == [first]
+    assert quick.finish(first, scores(1, 1, 1, 1))
+    assert not slow.finish(first, scores(2, 2, 2, 2))
+    assert slow.begin(first) is None  # nothing is left to do for it
+    assert slow.finish(second, scores(3, 3, 3, 3))
+    assert status(on_queue).results["red"].scores == [1, 1, 1, 1, 3, 3, 3, 3]

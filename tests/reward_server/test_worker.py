@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import redis
 
-from reward_server.queue import WorkQueue
+from reward_server.payloads import PayloadReader, PayloadUnreachableError
+from reward_server.queue import Part, Task, WorkQueue
 from reward_server.rewards.base import Score
 from reward_server.settings import WorkerSettings
 from reward_server.worker import run
@@ -120,17 +121,36 @@ def test_failures_have_reasons_and_the_rest_has_scores(gateway, send, red_images
     assert send(gateway, red_images(13)).json()["state"] == "failed"
 
 
-def test_parts_of_dead_workers_are_taken_over_and_scored_alone(
+def test_parts_of_dead_workers_are_taken_over_before_others_are_begun(
     gateway, registered, send, red_images, start_worker, make_reward, redis_url, client
 ):
     job = queued(gateway, send, red_images(1, 2))
     consumed_by(client, "dead")
     other = queued(gateway, send, red_images(3))
-    reward = make_reward()
-    start_worker(reward, redis_url=redis_url, claim_idle_ms=100)
+    begun = []
+
+    def score(images, prompts, metadata):
+        begun.append(client.hget(f"rs:job:{other}", "tries:red:0"))
+        return [float(image[0, 0, 0]) for image in images]
+
+    reward = make_reward(score)
+    time.sleep(0.05)
+    start_worker(reward, redis_url=redis_url, claim_idle_ms=50)
     assert result(gateway, job)["scores"] == [1, 2]
     assert result(gateway, other)["scores"] == [3]
-    assert sorted(len(call) for call in reward.calls) == [1, 2]
+    assert [len(call) for call in reward.calls] == [2, 1]
+    assert begun == [None, "1"]  # had this worker died as well, the other job would have lost no try
+
+
+def test_a_part_that_was_delivered_before_is_scored_alone(
+    gateway, registered, send, red_images, start_worker, make_reward, redis_url, client
+):
+    jobs = [queued(gateway, send, red_images(*reds)) for reds in ((1,), (2, 3), (4,))]
+    client.hset(f"rs:job:{jobs[1]}", "tries:red:0", 1)
+    reward = make_reward()
+    start_worker(reward, redis_url=redis_url)
+    assert [result(gateway, job)["scores"] for job in jobs] == [[1], [2, 3], [4]]
+    assert reward.calls == [["p0", "p1"], ["p0", "p0"]]  # it alone, then the jobs before and after it
 
 
 def test_a_part_that_kills_its_workers_is_given_up(
@@ -296,3 +316,18 @@ def test_the_command_serves_until_it_is_told_to_stop(gateway, send, red_images, 
     assert answers == [[1.0, 1.0]]
     for number, handler in handlers.items():
         signal.signal(number, handler)
+
+
+def test_payloads_are_kept_open_until_they_are_forgotten(gateway, registered, send, red_images, redis_url, tmp_path):
+    queued(gateway, send, red_images(1, 2))
+    (path,) = (tmp_path / "spool").iterdir()
+    tasks = [Task(Part("0-1", "job", i, i + 1), f"file:{path}", 1, 0.0) for i in range(2)]
+    with redis.Redis.from_url(redis_url) as binary:
+        reader = PayloadReader(binary, None, None)
+        assert [item.prompt for item in reader.items(tasks[0])] == ["p0"]
+        path.unlink()
+        assert [item.prompt for item in reader.items(tasks[1])] == ["p1"]
+        reader.forget()
+        with pytest.raises(PayloadUnreachableError):
+            reader.items(tasks[1])
+        reader.close()
