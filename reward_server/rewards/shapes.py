@@ -166,7 +166,7 @@ def _ramp(value: float, low: float, high: float) -> float:
 
 
 def _count_score(found: int, claimed: int) -> float:
-    return 1.0 - abs(found - claimed) / max(found, claimed)
+    return max(0.0, 1.0 - abs(found - claimed) / claimed)
 
 
 def _holds(a: Found, b: Found, relation: str, size: tuple[int, ...]) -> tuple[float, bool]:
@@ -199,7 +199,7 @@ def _verify_pair(claim: Claim, objects: list[Found], size: tuple[int, ...]) -> d
         return {
             "object_a": best if first == 0 else 0.0,
             "object_b": best if first == 1 else 0.0,
-            "count": 0.5,
+            "count": _count_score(1, 2),
             "relation": 0.0,
             "strict": 0.0,
         }

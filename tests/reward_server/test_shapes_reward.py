@@ -33,7 +33,7 @@ def test_wrong_counts_fail(claimed):
         images = render([single("green", "triangle", drawn)] * 20, rng)
         scores = [verify(i, parse(prompt)) for i in images]
         assert all(s.details["strict"] == 0 for s in scores)
-        expected = 1 - abs(drawn - claimed) / max(drawn, claimed)
+        expected = max(0, 1 - abs(drawn - claimed) / claimed)
         assert np.allclose([s.details["count"] for s in scores], expected)
 
 
