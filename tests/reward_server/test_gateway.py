@@ -118,12 +118,25 @@ def test_the_same_request_twice_is_one_job(gateway, serve, send, red_images, tmp
     eventually(lambda: spooled(tmp_path) == [])
 
 
-def test_one_pixel_at_the_end_of_a_long_body_is_other_content(gateway, serve, send):
+def test_a_pixel_in_the_last_chunk_is_other_content(gateway, serve, red_images):
     serve()
-    images = np.zeros((4, 512, 512, 3), np.uint8)
-    assert send(gateway, images, id="mine").status_code == 200
+    request = ScoreRequest(rewards=["red"], prompts=["a"], id="mine", wait=10)
+
+    def post(images):
+        body = b"".join(encode_request(request, images))
+
+        def in_two_pieces():
+            yield body[:-10]
+            time.sleep(0.1)
+            yield body[-10:]
+
+        return gateway.post("/v1/score", content=in_two_pieces(), headers={"Content-Type": CONTENT_TYPE})
+
+    images = red_images(5)
+    assert post(images).json()["results"]["red"]["scores"] == [5]
+    assert post(images).status_code == 200
     images[-1, -1, -1, -1] = 1
-    assert error(send(gateway, images, id="mine"), 409)["where"] == "request.id"
+    assert error(post(images), 409)["where"] == "request.id"
 
 
 def test_a_repeated_request_leaves_the_first_payload_alone(gateway, blocked, send, red_images, tmp_path):
