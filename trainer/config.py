@@ -7,6 +7,7 @@ released code for NOVA.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -277,21 +278,27 @@ class Config(Section):
             raise ValueError(f"report.run_dir {self.report.run_dir} is a file; name a folder")
         return self
 
-    def check_model(self, ar_steps: int, diffusion_steps: int) -> None:
+    def check_model(self, ar_steps: int, diffusion_steps: int, stochastic_steps: Sequence[int]) -> None:
         """Checks that need the model: raises UserError if a setting names steps that it does not have.
 
-        ``ar_steps`` is the model's K, ``diffusion_steps`` its T.
+        ``ar_steps`` is the model's K, ``diffusion_steps`` its T, ``stochastic_steps`` those of them that have noise.
         """
         a = self.algorithm
-        if isinstance(a.diffusion_steps, list) and max(a.diffusion_steps) >= diffusion_steps:
+        trained = a.diffusion_steps if isinstance(a.diffusion_steps, list) else list(stochastic_steps)
+        wrong = [step for step in trained if step not in stochastic_steps]
+        if wrong:
             raise UserError(
-                f"algorithm.diffusion_steps names step {max(a.diffusion_steps)}, but the model has steps 0 to "
-                f"{diffusion_steps - 1}; lower it or raise policy.diffusion_steps"
+                f"algorithm.diffusion_steps names {wrong}, but of the model's {diffusion_steps} diffusion steps those "
+                f"with noise are {list(stochastic_steps)}: only they have a likelihood"
             )
         if isinstance(a.diffusion_weights, list) and len(a.diffusion_weights) != diffusion_steps:
             raise UserError(
                 f"algorithm.diffusion_weights has {len(a.diffusion_weights)} entries, but the model has "
                 f"{diffusion_steps} diffusion steps; give one weight per step"
+            )
+        if isinstance(a.diffusion_weights, list) and not any(a.diffusion_weights[step] for step in trained):
+            raise UserError(
+                f"algorithm.diffusion_weights is 0 at all trained steps, {trained}; nothing would be learnt"
             )
         if a.ar_steps_per_update > ar_steps:
             raise UserError(

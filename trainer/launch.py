@@ -52,7 +52,7 @@ def build(config: Config, accelerator: Accelerator, client: RewardClient, root: 
     """Every part of the run, at step 0."""
     config.check_processes(accelerator.num_processes)
     policy, weights = parts.load_policy(config)
-    config.check_model(policy.ar_steps, policy.schedule.steps)
+    config.check_model(policy.ar_steps, policy.schedule.steps, policy.schedule.stochastic_steps)
     prompts = parts.read_prompts(config.prompts.train, config.prompts.text_key)
     heldout = parts.read_prompts(config.prompts.heldout, config.prompts.text_key)
     manifest = {

@@ -132,7 +132,7 @@ class Sampler:
         train = self.config.train
         batch = self.prompts.batch(index)
         members = [(g, m) for g in share(len(batch), self.accelerator) for m in range(train.group_size)]
-        chosen = min(self.config.algorithm.ar_steps_per_update, self.policy.ar_steps)
+        chosen = self.config.algorithm.ar_steps_per_update
         return Rollout(
             index=index,
             ar_steps=choose_ar_steps(self.policy.ar_steps, chosen, generator(train.seed, "AR steps", index)),

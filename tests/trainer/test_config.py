@@ -73,14 +73,16 @@ def test_settings_that_contradict_each_other_are_refused(capsys, arguments, word
 
 def test_checks_against_the_model():
     config = Config.model_validate({"algorithm": {"diffusion_steps": [1, 16], "ar_steps_per_update": 4}})
-    config.check_model(ar_steps=4, diffusion_steps=17)
-    with pytest.raises(UserError, match="names step 16, but the model has steps 0 to 15"):
-        config.check_model(ar_steps=4, diffusion_steps=16)
+    config.check_model(4, 18, range(17))
+    with pytest.raises(UserError, match=r"names \[16\], but of the model's 17 diffusion steps those with noise"):
+        config.check_model(4, 17, range(16))  # the last has none
     with pytest.raises(UserError, match="ar_steps_per_update is 4, but the model has 3 AR steps"):
-        config.check_model(ar_steps=3, diffusion_steps=17)
-    weighted = Config.model_validate({"algorithm": {"diffusion_weights": [1, 2, 3]}})
+        config.check_model(3, 18, range(17))
+    weighted = Config.model_validate({"algorithm": {"diffusion_weights": [0, 0, 3]}})
     with pytest.raises(UserError, match="has 3 entries, but the model has 4 diffusion steps"):
-        weighted.check_model(ar_steps=64, diffusion_steps=4)
+        weighted.check_model(64, 4, range(3))
+    with pytest.raises(UserError, match=r"is 0 at all trained steps, \[0, 1\]"):
+        weighted.check_model(64, 3, range(2))
 
 
 def test_whole_groups_must_share_out():

@@ -62,7 +62,7 @@ def test_a_run_leaves_everything_in_its_folder(arguments, tmp_path, capsys):
         (["--prompts.train", "nowhere.txt"], "nowhere.txt"),
         (["--resume", "nowhere"], "checkpoint.resume: nowhere is not a checkpoint folder"),
         (["--reward", "beauty"], "does not serve 'beauty'"),
-        (["--algorithm.diffusion-steps", "9,10"], "names step 10"),
+        (["--algorithm.diffusion-steps", "9,10"], "names [9, 10], but of the model's 5 diffusion steps"),
     ],
 )
 def test_a_users_mistake_is_one_line(arguments, more, words, capsys, monkeypatch, server):
