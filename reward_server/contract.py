@@ -269,7 +269,9 @@ def parse_header(text: bytes | bytearray | memoryview) -> Header:
     """
     try:
         header = json.loads(bytes(text), object_pairs_hook=_no_duplicates)
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except ContractError:
+        raise
+    except (ValueError, RecursionError) as error:
         raise ContractError(f"not JSON: {error}", "header") from error
     if not isinstance(header, dict):
         raise ContractError("expected a JSON object", "header")

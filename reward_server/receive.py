@@ -76,9 +76,7 @@ async def receive(request: Request, spool: Spool, limits: GatewayLimits) -> Rece
         return await _receive_fast(request, spool, limits)
     if content_type == "multipart/form-data":
         return await _receive_form(request, spool, limits)
-    raise UnsupportedTypeError(
-        f"content type {content_type or 'missing'!r}: send {CONTENT_TYPE} or multipart/form-data"
-    )
+    raise UnsupportedTypeError(f"content type {content_type!r}: send {CONTENT_TYPE} or multipart/form-data")
 
 
 async def _receive_fast(request: Request, spool: Spool, limits: GatewayLimits) -> Received:

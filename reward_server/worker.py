@@ -38,7 +38,7 @@ MAX_BACKOFF_S = 5.0
 log = logging.getLogger(__name__)
 
 
-@dataclass
+@dataclass(eq=False)
 class Held:
     """A part that this worker has begun: its images, and the scores so far."""
 
@@ -144,7 +144,7 @@ class Worker:
     def _fill(self) -> None:
         """Begin parts until a batch is full, the queue is empty, or a part must be scored alone."""
         deadline: float | None = None
-        while (missing := self.settings.max_batch - self._images_held()) > 0:
+        while (missing := self.settings.max_batch - self._images_held()) > 0 and not self.stopping.is_set():
             if self._held and self._held[0].task.tries > 1:
                 return
             parts = self._reclaim()
@@ -177,41 +177,39 @@ class Worker:
         return parts
 
     def _begin(self, part: Part) -> None:
-        """Get a part's images in hand; give up on it after ``max_tries`` deliveries."""
+        """Make a part ours, and get its images in hand."""
         self._part_size = part.stop - part.start
         with self._lock:
             if part.entry in self._claimed:
                 return  # our own, reclaimed after our heartbeat stalled
             self._claimed[part.entry] = part
+        held = None
         try:
-            task = self._queue.begin(part)
-        except RedisError:
-            self._release(part)  # pending: it is delivered again
-            raise
-        if task is None:
-            self._release(part)
-            return
+            if task := self._queue.begin(part):
+                held = self._open(task)
+        finally:
+            if held is None:  # done with, or left pending to be delivered again
+                self._release(part)
+        if held is not None and held.task.tries > 1:
+            self._held.appendleft(held)
+        elif held is not None:
+            self._held.append(held)
+
+    def _open(self, task: Task) -> Held | None:
+        """The part with its images; None if they cannot be had, or if it is given up after ``max_tries``."""
         tries = self.settings.max_tries
         if task.tries > tries:
             self._give_up(task, f"gave up after {tries} tries: each worker that took it died or could not answer")
-            return
+            return None
         try:
-            items = self._payloads.items(task)
+            return Held(task, self._payloads.items(task))
         except PayloadGoneError as error:
             self._give_up(task, str(error))
-            return
         except PayloadUnreachableError as error:
-            log.warning("job %s, try %d of %d: %s", part.job, task.tries, tries, error)
-            if task.tries >= tries:
+            log.warning("job %s, try %d of %d: %s", task.part.job, task.tries, tries, error)
+            if task.tries == tries:
                 self._give_up(task, f"gave up after {tries} tries: {error}")
-            else:
-                self._release(part)  # left pending: it is delivered again after claim_idle_ms, perhaps elsewhere
-            return
-        held = Held(task, items)
-        if task.tries > 1:
-            self._held.appendleft(held)
-        else:
-            self._held.append(held)
+        return None
 
     def _release(self, part: Part) -> None:
         with self._lock:
@@ -222,7 +220,6 @@ class Worker:
         log.error("images %d..%d of job %s: %s", part.start, part.stop - 1, part.job, reason)
         scores = [Score(None, reason=reason)] * (part.stop - part.start)
         self._queue.finish(part, self._result(task, scores, 0.0), gave_up=reason)
-        self._release(part)
 
     def _result(self, task: Task, scores: list[Score], busy_ms: float) -> RewardResult:
         names = dict.fromkeys(name for score in scores for name in score.details)

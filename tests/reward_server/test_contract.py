@@ -102,6 +102,7 @@ def test_encoding_refuses(images, where, message):
         (body(b"[1]"), "header", "JSON object"),
         (body(b"[" * 100_000), "header", "not JSON"),
         (body(b'{"a":1,"a":2}'), "header", "twice"),
+        (body(b'{"a":' + b"1" * 5000 + b"}"), "header", "not JSON"),
         (body({"images": tensor([1, 1, 1, 3], 0, 3)}), "header", "request"),
         (body(with_request({"prompts": ["a"]})), "request.rewards", "required"),
         (body(with_request({"rewards": ["r", "r"], "prompts": ["a"]})), "request", "named twice"),

@@ -453,6 +453,20 @@ def test_the_interface_is_described(gateway):
     assert json.dumps(paths).count("ScoreResponse") >= 3
 
 
+def test_what_a_crash_left_is_removed_at_start(
+    redis_url, start_gateway, gateway, blocked, send, red_images, tmp_path, eventually
+):
+    send(gateway, red_images(1), id="unfinished", wait=0)
+    (needed,) = spooled(tmp_path)
+    left = [tmp_path / "spool" / name for name in ("gone.01234567.payload", "half.01234567.partial")]
+    for path in left:
+        path.touch()
+    for path in [needed, *left]:
+        os.utime(path, (1, 1))
+    start_gateway(redis_url=redis_url)
+    eventually(lambda: spooled(tmp_path) == [needed])
+
+
 def test_a_client_that_goes_away_leaves_nothing(gateway, serve, red_images, tmp_path, eventually):
     serve()
     body = b"".join(encode_request(ScoreRequest(rewards=["red"], prompts=["a"]), red_images(1)))

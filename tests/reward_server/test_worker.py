@@ -331,3 +331,20 @@ def test_payloads_are_kept_open_until_they_are_forgotten(gateway, registered, se
         with pytest.raises(PayloadUnreachableError):
             reader.items(tasks[1])
         reader.close()
+
+
+def test_a_part_that_could_not_be_opened_is_delivered_again(
+    gateway, registered, send, red_images, start_worker, make_reward, redis_url, monkeypatch
+):
+    items = PayloadReader.items
+    failures = [redis.ConnectionError("away")]
+
+    def items_at_second_try(self, task):
+        if failures:
+            raise failures.pop()
+        return items(self, task)
+
+    monkeypatch.setattr(PayloadReader, "items", items_at_second_try)
+    job = queued(gateway, send, red_images(1))
+    start_worker(make_reward(), redis_url=redis_url, claim_idle_ms=200)  # a heartbeat every 100 ms would keep it
+    assert result(gateway, job)["scores"] == [1]
