@@ -50,7 +50,7 @@ def measure_signal(
             part = rollout.trajectory.select(group)
             gradient = torch.zeros_like(total)
             for ar_step in ar_steps:
-                gradient += _gradient(
+                gradient += group_gradient(
                     sampler, objective, part, ar_step, diffusion_step, rollout.uncertain[group],
                     rollout.seeds[group], values_B[group], signal_B[group], parameters,
                 ) / len(ar_steps)  # fmt: skip
@@ -69,7 +69,7 @@ def measure_signal(
     return {"groups": total_groups, "ar_steps": ar_steps, "steps": steps}
 
 
-def _gradient(
+def group_gradient(
     sampler: Sampler,
     objective: Objective,
     part: Trajectory,

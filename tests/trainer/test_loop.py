@@ -9,7 +9,8 @@ import torch
 from trainer import checkpoints
 from trainer.checkpoints import CheckpointError
 from trainer.config import UserError
-from trainer.loop import optimizer_step, train
+from trainer.diagnostics import group_gradient
+from trainer.loop import global_advantages, optimizer_step, receive, train, update
 from trainer.policies.small import SmallPolicy
 from trainer.rewards import RewardServerLost
 
@@ -290,3 +291,20 @@ def test_signal_is_measured_per_diffusion_step(make_run):
     train(plain)  # measuring leaves no trace in training
     assert torch.equal(parameters(plain.policy)[0], parameters(run.policy)[0])
     assert not torch.equal(parameters(run.policy)[0], before)
+
+
+@pytest.mark.parametrize("source", ["fresh", "bridged"])
+def test_measured_gradient_is_the_one_that_trains(make_run, source):
+    algorithm = {"kl_beta": 0.0, "diffusion_steps": [1], "mte_source": source, "consistency": True}
+    run = make_run(train={"prompts_per_step": 1, "group_size": 8}, algorithm=algorithm)
+    rollout = run.sampler.sample(0)
+    advantages = global_advantages(run.config, *receive(run, rollout))
+    gradients = [
+        group_gradient(
+            run.sampler, run.sampler.objective, rollout.trajectory, ar_step, 1, rollout.uncertain,
+            rollout.seeds, advantages.values, advantages.signal, run.parameters,
+        )
+        for ar_step in rollout.ar_steps
+    ]  # fmt: skip
+    norm = float((sum(gradients) / len(gradients)).norm())
+    assert update(run, rollout, advantages)["grad_norm"] == pytest.approx(norm, rel=1e-4)

@@ -7,8 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
+from reward_server.embedded import EmbeddedServerError
 from trainer import parts, run
 from trainer.config import Config, UserError
 
@@ -107,3 +109,50 @@ def test_help_is_complete_from_any_folder(script, tmp_path):
     ):
         assert name in answer.stdout
     assert answer.stderr == ""
+
+
+class FakeServer:
+    """Stands in for the embedded server."""
+
+    started = ()
+
+    def __init__(self, settings):
+        FakeServer.started = (*FakeServer.started, settings)
+        self.url, self.token, self.trainer_threads = "http://test", "secret", 3
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+
+def test_the_embedded_server_serves_the_rewards_of_the_run(server, monkeypatch, make_config):
+    clients = []
+    monkeypatch.setattr(parts, "EmbeddedServer", FakeServer)
+    monkeypatch.setattr(parts, "RewardClient", lambda *args, **kwargs: clients.append(args) or server.client())
+    config = make_config(
+        reward={"names": {"shapes": 1.0, "null": 2.0}},
+        server={"rewards": {"shapes": {"workers": 2}, "other": {}}},
+    )
+    threads = torch.get_num_threads()
+    try:
+        with parts.reward_client(config, parts.build_accelerator(config)):
+            assert torch.get_num_threads() == 3  # what the server leaves
+    finally:
+        torch.set_num_threads(threads)
+    (settings,) = FakeServer.started
+    assert {name: reward.workers for name, reward in settings.rewards.items()} == {"shapes": 2, "null": 1}
+    assert clients == [("http://test", "secret", {"shapes": 1.0, "null": 2.0})]
+
+
+def test_a_server_that_does_not_start_is_one_line(arguments, monkeypatch, capsys, tmp_path):
+    def fail(settings):
+        raise EmbeddedServerError("the gateway did not start: no memory")
+
+    monkeypatch.setattr(parts, "EmbeddedServer", fail)
+    settings = yaml.safe_load((tmp_path / "tiny.yaml").read_text())
+    del settings["reward"]
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(settings))
+    assert run.main(arguments) == 2
+    assert capsys.readouterr().err == "trainer/run.py: error: the gateway did not start: no memory\n"
