@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import yaml
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
@@ -56,7 +57,7 @@ def build(config: Config, accelerator: Accelerator, client: RewardClient, root: 
     prompts = parts.read_prompts(config.prompts.train, config.prompts.text_key)
     heldout = parts.read_prompts(config.prompts.heldout, config.prompts.text_key)
     manifest = {
-        "settings": config.model_dump(mode="json"),
+        "settings": yaml.safe_load(options.dump(config)),  # without secrets
         "versions": versions(),
         "rewards": client.check(),
         "base_checkpoint": sha256(weights),

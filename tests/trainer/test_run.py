@@ -24,7 +24,7 @@ def arguments(tiny, tmp_path, monkeypatch, server):
     settings = {
         "policy": {"checkpoint": str(tiny.checkpoint), "ar_steps": 4, "diffusion_steps": 5},
         "prompts": {"train": str(tiny.prompts), "heldout": str(tiny.prompts)},
-        "reward": {"url": "http://test", "token": "s3cret"},
+        "reward": {"url": "http://user:s3cret@test", "token": "s3cret"},
         "algorithm": {"ar_steps_per_update": 2},
         "train": {"steps": 2, "prompts_per_step": 2, "group_size": 4, "threads": 1},
         "evaluate": {"prompts": 3, "seeds": 1},
@@ -62,16 +62,21 @@ def test_a_run_leaves_everything_in_its_folder(arguments, tmp_path, capsys):
         (["--policy.checkpoint", "nowhere.safetensors"], "no checkpoint at nowhere.safetensors"),
         (["--policy.ar-steps", "99"], "ar_steps must lie in 1..16"),
         (["--prompts.train", "nowhere.txt"], "nowhere.txt"),
+        (["--prompts.heldout", "cats.txt"], "the small policy does not know cat"),
         (["--resume", "nowhere"], "checkpoint.resume: nowhere is not a checkpoint folder"),
         (["--reward", "beauty"], "does not serve 'beauty'"),
         (["--algorithm.diffusion-steps", "9,10"], "names [9, 10], but of the model's 5 diffusion steps"),
     ],
 )
-def test_a_users_mistake_is_one_line(arguments, more, words, capsys, monkeypatch, server):
+def test_a_users_mistake_is_one_line(arguments, more, words, capsys, monkeypatch, server, tmp_path):
+    (tmp_path / "cats.txt").write_text("a cat\n")
+    monkeypatch.chdir(tmp_path)
     if "beauty" in more:
         monkeypatch.setattr(parts, "RewardClient", lambda *args, **kwargs: server.client(["beauty"]))
     assert run.main([*arguments, *more]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
+    message = capsys.readouterr().err
+    assert "Traceback" not in message
+    line = message.splitlines()[-1]
     assert line.startswith("trainer/run.py: error: ")
     assert words in line
 
