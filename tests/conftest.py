@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import httpx
 import numpy as np
+import psutil
 import pytest
 import redis
 import uvicorn
@@ -52,6 +53,13 @@ def wait_until(condition, timeout=10.0):
         assert time.monotonic() < deadline, "the condition did not come true in time"
         time.sleep(0.01)
     return value
+
+
+@pytest.fixture
+def children():
+    """A function that lists the processes born of this one since the test began; the session's Redis is not of them."""
+    before = set(psutil.Process().children(recursive=True))
+    return lambda: [p for p in psutil.Process().children(recursive=True) if p not in before]
 
 
 @pytest.fixture(scope="session")

@@ -32,12 +32,9 @@ if __name__ == "__main__":
 """
 
 
-def children():
-    return psutil.Process().children(recursive=True)
-
-
-def process(name):
-    return next(p for p in children() if name in " ".join(p.cmdline()))
+@pytest.fixture
+def process(children):
+    return lambda name: next(p for p in children() if name in " ".join(p.cmdline()))
 
 
 def wait_until(condition, seconds):
@@ -49,7 +46,7 @@ def wait_until(condition, seconds):
     return condition()
 
 
-def test_it_serves_with_a_random_token_and_leaves_nothing_behind():
+def test_it_serves_with_a_random_token_and_leaves_nothing_behind(children):
     started = time.monotonic()
     with EmbeddedServer(EmbeddedSettings(rewards={"shapes": RewardSettings()})) as server:
         assert time.monotonic() - started < 15, "the shapes reward is ready in 2 s on an idle machine"
@@ -83,7 +80,7 @@ def test_nothing_outlives_the_parent(number):
         assert wait_until(lambda: not any(p.is_running() for p in started), 5.0)
 
 
-def test_a_killed_worker_comes_back_and_a_killed_redis_too(caplog):
+def test_a_killed_worker_comes_back_and_a_killed_redis_too(process, caplog):
     with EmbeddedServer(NULL) as server, RewardClient(server.url, server.token, ["null"]) as client:
         client.check()
         process("reward_server worker").kill()
@@ -97,7 +94,7 @@ def test_a_killed_worker_comes_back_and_a_killed_redis_too(caplog):
 
 if sys.platform == "linux":  # elsewhere no kernel ends orphans
 
-    def test_even_a_killed_supervisor_takes_its_children_along(caplog):
+    def test_even_a_killed_supervisor_takes_its_children_along(children, process, caplog):
         with EmbeddedServer(NULL) as server:
             running = children()
             supervisor = process("reward_server.supervisor")
@@ -111,7 +108,7 @@ if sys.platform == "linux":  # elsewhere no kernel ends orphans
         assert not any(Path(folder).exists() for folder in server._folders)
 
 
-def test_a_reward_that_does_not_exist_is_a_clear_error_and_leaves_nothing(caplog):
+def test_a_reward_that_does_not_exist_is_a_clear_error_and_leaves_nothing(children, caplog):
     with (
         caplog.at_level(logging.ERROR),
         pytest.raises(EmbeddedServerError, match="no reward 'nul'; did you mean 'null'"),

@@ -13,7 +13,7 @@ from reward_server.supervisor import Supervisor, SupervisorError, _live_workers,
 
 
 @pytest.fixture
-def supervise(tmp_path):
+def supervise(tmp_path, children):
     """Start a supervisor; returns it and the events that it emits. ``until`` ticks until a condition holds."""
     started = []
 
@@ -28,7 +28,7 @@ def supervise(tmp_path):
     yield make
     for supervisor in started:
         supervisor.stop()
-    assert psutil.Process().children(recursive=True) == []
+    assert children() == []
 
 
 def until(supervisor, condition, seconds=20.0):
@@ -52,7 +52,7 @@ def test_environment_carries_settings_to_a_child_unchanged(monkeypatch):
     assert load(WorkerSettings, [], prog="p", description="", env_prefix=ENV_PREFIX) == settings
 
 
-def test_ready_means_that_every_worker_lives_and_stop_leaves_nothing(supervise, tmp_path):
+def test_ready_means_that_every_worker_lives_and_stop_leaves_nothing(supervise, tmp_path, children):
     rewards = {"null": RewardSettings(workers=2, threads=3), "shapes": RewardSettings()}
     supervisor, events = supervise(rewards=rewards)
     until(supervisor, lambda: events)
@@ -63,7 +63,7 @@ def test_ready_means_that_every_worker_lives_and_stop_leaves_nothing(supervise, 
     assert {path.name for path in logs} == names
     assert all(path.stat().st_mode & 0o777 == 0o600 for path in logs)
 
-    assert not any("secret" in " ".join(p.cmdline()) for p in psutil.Process().children(recursive=True))
+    assert not any("secret" in " ".join(p.cmdline()) for p in children())
     pids = {c.name: c.process.pid for c in supervisor._children if c.name != "redis"}  # Valkey overwrites its own
     threads = {name: psutil.Process(pid).environ()["OMP_NUM_THREADS"] for name, pid in pids.items()}
     assert threads == {"gateway": "1", "worker-null-0": "3", "worker-null-1": "3", "worker-shapes-0": "1"}
@@ -73,7 +73,7 @@ def test_ready_means_that_every_worker_lives_and_stop_leaves_nothing(supervise, 
     supervisor.stop()
     assert not supervisor._folder.exists()
     assert not supervisor._payloads.exists()
-    assert psutil.Process().children(recursive=True) == []
+    assert children() == []
 
 
 def test_a_crashed_child_starts_again_and_the_server_serves_as_before(supervise):
