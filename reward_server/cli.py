@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import httpx
 from pydantic import Field, field_validator
@@ -23,7 +23,7 @@ from pydantic import Field, field_validator
 from reward_server.contract import ContractError, ErrorResponse, JobState, RewardList, ScoreResponse, parse_model
 from reward_server.embedded import EmbeddedServer, EmbeddedServerError
 from reward_server.options import load
-from reward_server.settings import ENV_PREFIX, Access, GatewaySettings, ServerSettings, WorkerSettings
+from reward_server.settings import ACCESS, ENV_PREFIX, Access, GatewaySettings, ServerSettings, WorkerSettings
 
 S = TypeVar("S", bound=Access)
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
@@ -32,14 +32,14 @@ IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 class ClientSettings(Access):
     """What ``list`` and ``score`` need to reach a server."""
 
-    url: str | None = Field(default=None, description="reward server, http://host:port")
+    url: Annotated[str | None, ACCESS] = Field(default=None, description="reward server, http://host:port")
     json_output: bool = Field(default=False, description="print JSON instead of a table")
 
 
 class ScoreSettings(ClientSettings):
     """``reward-server score``"""
 
-    url: str = Field(default="http://127.0.0.1:8000", description="reward server, http://host:port")
+    url: Annotated[str, ACCESS] = Field(default="http://127.0.0.1:8000", description="reward server, http://host:port")
     images: list[Path] = Field(default=[], description="image files (PNG, JPEG, WebP), or folders of them")
     prompt: str | None = Field(default=None, description="the prompt of all images")
     prompts: Path | None = Field(

@@ -20,30 +20,37 @@ shows no defaults that are computed. Its environment source passes over unknown 
 from __future__ import annotations
 
 import argparse
-import difflib
 import os
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin
+from types import NoneType
+from typing import Any, TypeVar
 
 import yaml
-from pydantic import BaseModel, SecretStr, TypeAdapter, ValidationError, create_model
+from pydantic import BaseModel, SecretStr, ValidationError, create_model
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict, YamlConfigSettingsSource
 
+from reward_server.options_help import build_parser
+from reward_server.options_tree import (
+    LISTS,
+    MAPPINGS,
+    Key,
+    OptionsError,
+    leaves,
+    members,
+    model_in,
+    takes,
+    type_at,
+    type_name,
+    unknown_setting,
+)
+
 M = TypeVar("M", bound=BaseModel)
-Key = tuple[str, ...]
 
-_LISTS = (list, tuple, set, Sequence)
-_MAPPINGS = (dict, Mapping)
 _STARS = "**********"
-
-
-class OptionsError(ValueError):
-    """The user's settings are wrong; every line of the message names the source, the key and what was expected."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +84,7 @@ def load(
     Raises:
         SystemExit: 0 after ``--help``; 2 after a mistake of the user, which is printed, one line each.
     """
-    parser = _parser(model, prog, description, env_prefix, aliases or {}, positionals)
+    parser = build_parser(model, prog, description, env_prefix, aliases or {}, positionals)
     try:
         flags = _from_command_line(model, parser, sys.argv[1:] if argv is None else argv)
         files = [str(g.value) for g in flags if g.key == ("config",)] or [os.environ.get(f"{env_prefix}CONFIG", "")]
@@ -96,139 +103,33 @@ def dump(settings: BaseModel) -> str:
     return re.sub(r"(://[^\s/@]*:)[^\s/@]+@", rf"\1{_STARS}@", text)
 
 
-# --- the tree of keys
-
-
-def _members(annotation: Any) -> tuple[Any, ...]:
-    """The alternatives of a union, flattened; any other type is its own only member."""
-    if get_origin(annotation) is Annotated:
-        return _members(get_args(annotation)[0])
-    if get_origin(annotation) in (Union, UnionType):
-        return tuple(m for arg in get_args(annotation) for m in _members(arg))
-    return (annotation,)
-
-
-def _takes(annotation: Any, *kinds: Any) -> bool:
-    return any((get_origin(m) or m) in kinds for m in _members(annotation))
-
-
-def _model_in(annotation: Any) -> type[BaseModel] | None:
-    return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
-
-
-def _value_type(annotation: Any) -> Any:
-    """The type of a mapping's values."""
-    arguments = [get_args(m) for m in _members(annotation) if (get_origin(m) or m) in _MAPPINGS]
-    return arguments[0][1] if arguments and len(arguments[0]) == 2 else Any
-
-
-def _type_at(model: type[BaseModel], key: Key) -> Any:
-    """The type of the setting at ``key``, which may reach into a mapping; None when there is none or it is a group."""
-    if not key or key[0] not in model.model_fields:
-        return None
-    annotation, rest = model.model_fields[key[0]].annotation, key[1:]
-    while rest and _model_in(annotation) is None and _takes(annotation, *_MAPPINGS):
-        annotation, rest = _value_type(annotation), rest[1:]
-    group = _model_in(annotation)
-    if group is not None:
-        return _type_at(group, rest)
-    return annotation if not rest or annotation is Any else None
-
-
-@dataclass(frozen=True)
-class _Leaf:
-    """A setting that is not a group; ``group`` describes the one that it is in."""
-
-    key: Key
-    annotation: Any
-    description: str
-    default: str
-    group: str
-
-
-def _leaves(model: type[BaseModel], key: Key = (), defaults: Any = None, about: str = "") -> Iterator[_Leaf]:
-    """Every setting, in order; a group's own default (an instance) wins over its fields' defaults."""
-    for name, info in model.model_fields.items():
-        default = getattr(defaults, name) if defaults else info.get_default(call_default_factory=True)
-        description = info.description or ""
-        group = _model_in(info.annotation)
-        if group is not None:
-            inner = default if isinstance(default, group) else None
-            yield from _leaves(group, (*key, name), inner, description or group.__doc__ or "")
-        else:
-            text = "required" if info.is_required() else _default_text(default)
-            yield _Leaf((*key, name), info.annotation, description, text, about)
-
-
-def _default_text(default: Any) -> str:
-    plain = TypeAdapter(Any).dump_python(default, mode="json", exclude_unset=True)
-    if isinstance(plain, str):
-        return plain or "''"
-    text: str = yaml.safe_dump(plain, default_flow_style=True, width=10_000).removesuffix("\n...\n").strip()
-    return "none" if plain is None else text
-
-
-def _unknown(model: type[BaseModel], key: Key, origin: str) -> OptionsError:
-    """The error for a key that does not exist, with the nearest that does."""
-    known: list[Key] = []
-    for leaf in _leaves(model):
-        value_model = _model_in(_value_type(leaf.annotation))
-        inside = len(key) > len(leaf.key) + 1 and key[: len(leaf.key)] == leaf.key
-        prefix = key[: len(leaf.key) + 1]
-        known += [(*prefix, *inner.key) for inner in _leaves(value_model)] if inside and value_model else [leaf.key]
-    names = sorted({".".join(k[:depth]) for k in known for depth in range(1, len(k) + 1)})  # settings and groups
-    near = difflib.get_close_matches(".".join(key), names, n=1, cutoff=0.75)
-    if not near:  # the right name in the wrong group
-        last = difflib.get_close_matches(key[-1], [k[-1] for k in known], n=1, cutoff=0.7)
-        near = [".".join(k) for k in known if last and k[-1] == last[0]][:1]
-    hint = f"did you mean {near[0]!r}?" if near else "see --help for all settings"
-    return OptionsError(f"{origin}: unknown setting {'.'.join(key)!r}; {hint}")
-
-
-def _type_name(annotation: Any) -> str:
-    """A type in a user's words: ``integer``, ``path|none``, ``list of number``."""
-    plain = {int: "integer", float: "number", bool: "true|false", str: "text", Path: "path", SecretStr: "secret"}
-    names = []
-    for member in _members(annotation):
-        origin, args = get_origin(member) or member, get_args(member)
-        if origin is Literal:
-            names.append("|".join(map(str, args)))
-        elif origin in _LISTS:
-            names.append(f"list of {_type_name(args[0])}" if args else "list")
-        elif origin in _MAPPINGS or _model_in(member):
-            names.append("mapping")
-        else:
-            names.append("none" if member is NoneType else plain.get(member, getattr(member, "__name__", str(member))))
-    return "|".join(names)
-
-
 # --- the three sources
 
 
 def _decode(annotation: Any, text: str) -> Any:
     """A value given as text: see the module's docstring."""
-    if text.lower() in ("null", "none") and _takes(annotation, NoneType):
+    if text.lower() in ("null", "none") and takes(annotation, NoneType):
         return None
-    if annotation is Any or (text[:1] in ("[", "{") and _takes(annotation, *_LISTS, *_MAPPINGS)):
+    if annotation is Any or (text[:1] in ("[", "{") and takes(annotation, *LISTS, *MAPPINGS)):
         return yaml.safe_load(text)
     parts = [part.strip() for part in text.split(",") if part.strip()]
-    if _takes(annotation, *_MAPPINGS) and parts and all("=" in part for part in parts):
+    if takes(annotation, *MAPPINGS) and parts and all("=" in part for part in parts):
         pairs = [part.partition("=") for part in parts]
         return {name.strip(): yaml.safe_load(value) for name, _, value in pairs}
-    if _takes(annotation, *_LISTS) and not _takes(annotation, str):
-        alone = len([m for m in _members(annotation) if m is not NoneType]) == 1
+    if takes(annotation, *LISTS) and not takes(annotation, str):
+        alone = len([m for m in members(annotation) if m is not NoneType]) == 1
         return parts if alone or len(parts) > 1 else text
     return text
 
 
 def _from_text(model: type[BaseModel], key: Key, text: str, origin: str) -> _Given:
-    annotation = _type_at(model, key)
+    annotation = type_at(model, key)
     if annotation is None:
-        raise _unknown(model, key, origin)
+        raise unknown_setting(model, key, origin)
     try:
         return _Given(key, _decode(annotation, text), origin)
     except yaml.YAMLError:
-        wanted = _type_name(annotation)
+        wanted = type_name(annotation)
         raise OptionsError(f"{origin}: {'.'.join(key)} is {text!r}, which is not YAML; expected: {wanted}") from None
 
 
@@ -236,7 +137,7 @@ def _flatten(model: type[BaseModel], values: Mapping[str, Any], origin: str, pre
     """Nested values as one entry per setting; what a mapping holds stays together."""
     for name, value in values.items():
         info = model.model_fields.get(str(name))
-        group = None if info is None else _model_in(info.annotation)
+        group = None if info is None else model_in(info.annotation)
         if group is not None and isinstance(value, Mapping):
             yield from _flatten(group, value, origin, (*prefix, str(name)))
         elif group is None or value is not None:  # a group whose lines are all commented out is null
@@ -269,8 +170,8 @@ def _from_yaml(model: type[BaseModel], path: Path) -> list[_Given]:
 def _from_environment(model: type[BaseModel], prefix: str, siblings: Sequence[type[BaseModel]]) -> list[_Given]:
     for name in sorted(n for n in os.environ if n.startswith(prefix) and n != f"{prefix}CONFIG"):
         key = tuple(name.removeprefix(prefix).lower().split("__"))
-        if all(_type_at(m, key) is None for m in (model, *siblings)):
-            raise _unknown(model, key, f"environment {name}")
+        if all(type_at(m, key) is None for m in (model, *siblings)):
+            raise unknown_setting(model, key, f"environment {name}")
     given = []
     for g in _flatten(model, EnvSettingsSource(_settings_class(model, prefix))(), ""):
         origin = f"environment {prefix}{'__'.join(g.key).upper()}"
@@ -281,14 +182,14 @@ def _from_environment(model: type[BaseModel], prefix: str, siblings: Sequence[ty
 
 def _from_command_line(model: type[BaseModel], parser: argparse.ArgumentParser, argv: Sequence[str]) -> list[_Given]:
     """Positionals and flags; flags that reach into a mapping, whose names argparse cannot know, are taken out first."""
-    declared = {leaf.key for leaf in _leaves(model)}
+    declared = {leaf.key for leaf in leaves(model)}
     rest: list[str] = []
     inside: list[_Given] = []
     arguments = iter(argv)
     for argument in arguments:
         flag, equals, value = argument.partition("=")
         key = tuple(flag[2:].replace("-", "_").split("."))
-        if not flag.startswith("--") or key in declared or _type_at(model, key) is None:
+        if not flag.startswith("--") or key in declared or type_at(model, key) is None:
             rest.append(flag.replace("_", "-") + equals + value if flag.startswith("--") else argument)
             continue
         text = value if equals else next(arguments, None)
@@ -299,7 +200,7 @@ def _from_command_line(model: type[BaseModel], parser: argparse.ArgumentParser, 
     for argument in unknown:
         flag = argument.partition("=")[0]
         if flag.startswith("--"):
-            raise _unknown(model, tuple(flag[2:].replace("-", "_").split(".")), flag)
+            raise unknown_setting(model, tuple(flag[2:].replace("-", "_").split(".")), flag)
         raise OptionsError(f"unexpected argument {argument!r}; a setting is given as --name value")
     given = []
     for dotted, value in vars(known).items():
@@ -311,53 +212,6 @@ def _from_command_line(model: type[BaseModel], parser: argparse.ArgumentParser, 
         else:
             given.append(_from_text(model, key, value, origin))
     return given + inside
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise OptionsError(message.removeprefix("argument "))
-
-
-def _parser(
-    model: type[BaseModel],
-    prog: str,
-    description: str,
-    env_prefix: str,
-    aliases: Mapping[str, str],
-    positionals: Sequence[str],
-) -> argparse.ArgumentParser:
-    """One argparse group per nested model; no defaults, so that what was not given stays away."""
-    parser = _Parser(
-        prog=prog,
-        usage=" ".join([prog, *(f"[{p.upper()}]" for p in positionals), "[--config FILE] [--setting value ...]"]),
-        description=description,
-        allow_abbrev=False,
-        argument_default=argparse.SUPPRESS,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="Every setting can stand in a YAML file, in the environment (the name in brackets) or on the command\n"
-        "line; later ones win. Lists: a,b or [a, b]. Mappings: a=1,b=2 or {a: 1, b: 2}.",
-    )
-    groups: dict[Key, Any] = {(): parser.add_argument_group("settings")}
-    about = f"YAML file of settings; of several the later win [{env_prefix}CONFIG]"
-    groups[()].add_argument("--config", action="append", metavar="FILE", help=about)
-    for leaf in _leaves(model):
-        dotted, wanted = ".".join(leaf.key), _type_name(leaf.annotation)
-        if leaf.key[:-1] not in groups:
-            groups[leaf.key[:-1]] = parser.add_argument_group(".".join(leaf.key[:-1]), leaf.group)
-        text = f"{leaf.description} (default: {leaf.default}) [{env_prefix}{'__'.join(leaf.key).upper()}]"
-        if dotted in positionals:
-            many = _takes(leaf.annotation, *_LISTS)
-            parser.add_argument(dotted, nargs="*" if many else "?", metavar=dotted.upper(), help=leaf.description)
-        groups[leaf.key[:-1]].add_argument(
-            *(f"--{alias}" for alias, target in aliases.items() if target == dotted),
-            f"--{dotted.replace('_', '-')}",
-            dest=dotted,
-            metavar=wanted.upper() if wanted.isalpha() else f"{{{wanted}}}",
-            nargs="?" if leaf.annotation is bool else None,
-            const="true" if leaf.annotation is bool else None,
-            help=text.strip().replace("%", "%%"),
-        )
-    return parser
 
 
 # --- validation
@@ -392,18 +246,18 @@ def _explain(model: type[BaseModel], problem: Mapping[str, Any], given: Sequence
     message = problem["msg"].removeprefix("Value error, ").removeprefix("Input ")
     origins = [g.origin for g in given if g.key[: len(key)] == key or key[: len(g.key)] == g.key]
     if problem["type"] == "extra_forbidden":
-        return str(_unknown(model, key, origins[-1]))
+        return str(unknown_setting(model, key, origins[-1]))
     dotted = ".".join(key)
     if problem["type"] == "model_type":
         return f"{origins[-1]}: {dotted} is {problem['input']!r}; expected: a mapping of settings"
     if problem["type"] == "missing":
         return f"{dotted} is required: give it in --config, in the environment or as --{dotted.replace('_', '-')}"
-    while key and _type_at(model, key) is None:  # a list's index or a union's member
+    while key and type_at(model, key) is None:  # a list's index or a union's member
         key = key[:-1]
     if not key:  # a rule over several settings
         return f"{dotted}: {message}" if dotted else message
-    annotation = _type_at(model, key)
-    if len(_members(annotation)) > 1 and problem["type"] != "value_error":
+    annotation = type_at(model, key)
+    if len(members(annotation)) > 1 and problem["type"] != "value_error":
         message = "does not fit"
-    value = _STARS if _takes(annotation, SecretStr) else repr(problem["input"])
-    return f"{origins[-1]}: {'.'.join(key)} is {value}: {message}; expected: {_type_name(annotation)}"
+    value = _STARS if takes(annotation, SecretStr) else repr(problem["input"])
+    return f"{origins[-1]}: {'.'.join(key)} is {value}: {message}; expected: {type_name(annotation)}"

@@ -8,14 +8,24 @@ module loads neither FastAPI nor Redis nor torch.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator
+
+from reward_server.options_tree import Heading
 
 ENV_PREFIX = "REWARD_SERVER_"
 DEFAULT_REDIS_URL = "redis://127.0.0.1:6379/0"
 
-LogLevel = Literal["debug", "info", "warning", "error"]
+ACCESS = Heading("address and access")
+MODEL = Heading("reward model")
+BATCHES = Heading("batches and retries")
+PROCESSES = Heading("rewards and processes")
+PAYLOADS = Heading("payloads")
+LIMITS = Heading("limits")
+LOGGING = Heading("logging")
+
+LogLevel = Annotated[Literal["debug", "info", "warning", "error"], LOGGING]
 
 
 class Settings(BaseModel):
@@ -27,10 +37,10 @@ class Settings(BaseModel):
 class Access(Settings):
     """The bearer token that guards everything but the health endpoints."""
 
-    token: SecretStr | None = Field(
+    token: Annotated[SecretStr | None, ACCESS] = Field(
         default=None, description="bearer token; better kept in the environment or token_file"
     )
-    token_file: Path | None = Field(
+    token_file: Annotated[Path | None, ACCESS] = Field(
         default=None, description="file that holds the bearer token (used when token is not set)"
     )
 
@@ -57,35 +67,43 @@ class Access(Settings):
 class GatewayLimits(Settings):
     """Where the gateway keeps image payloads, and how much of everything it accepts."""
 
-    spool: Literal["memory", "directory", "redis"] = Field(
+    spool: Annotated[Literal["memory", "directory", "redis"], PAYLOADS] = Field(
         default="memory",
         description="where image payloads live: shared memory of this host, a directory (spool_dir), or Redis",
     )
-    spool_dir: Path | None = Field(
+    spool_dir: Annotated[Path | None, PAYLOADS] = Field(
         default=None, description="directory of the payload files, which workers on this host map (spool: directory)"
     )
-    spool_max_bytes: int = Field(default=1 << 30, gt=0, description="bound of all payloads together, bytes")
-    spool_ttl_s: float = Field(default=900.0, gt=0, description="a payload is removed after this, seconds")
-    result_ttl_s: float = Field(
+    spool_max_bytes: Annotated[int, PAYLOADS] = Field(
+        default=1 << 30, gt=0, description="bound of all payloads together, bytes"
+    )
+    spool_ttl_s: Annotated[float, PAYLOADS] = Field(
+        default=900.0, gt=0, description="a payload is removed after this, seconds"
+    )
+    result_ttl_s: Annotated[float, LIMITS] = Field(
         default=900.0, gt=0, description="a job and its result are forgotten after this, seconds"
     )
-    max_depth: int = Field(
+    max_depth: Annotated[int, LIMITS] = Field(
         default=4096, gt=0, description="images that may wait for one reward; more is answered with 429"
     )
-    max_wait_s: float = Field(
+    max_wait_s: Annotated[float, LIMITS] = Field(
         default=60.0, ge=0, description="longest time that one request may wait for its result, seconds"
     )
-    max_images: int = Field(default=1024, gt=0, description="images of one request")
-    max_pixels: int = Field(default=1 << 24, gt=0, description="pixels of one image")
-    max_body_bytes: int = Field(default=256 << 20, gt=0, description="size of one request, bytes")
+    max_images: Annotated[int, LIMITS] = Field(default=1024, gt=0, description="images of one request")
+    max_pixels: Annotated[int, LIMITS] = Field(default=1 << 24, gt=0, description="pixels of one image")
+    max_body_bytes: Annotated[int, LIMITS] = Field(default=256 << 20, gt=0, description="size of one request, bytes")
 
 
 class GatewaySettings(Access, GatewayLimits):
     """The HTTP API."""
 
-    host: str = Field(default="127.0.0.1", description="address to listen on; other than loopback only with a token")
-    port: int = Field(default=8000, ge=0, le=65535, description="port to listen on; 0 takes a free one")
-    redis_url: str = Field(
+    host: Annotated[str, ACCESS] = Field(
+        default="127.0.0.1", description="address to listen on; other than loopback only with a token"
+    )
+    port: Annotated[int, ACCESS] = Field(
+        default=8000, ge=0, le=65535, description="port to listen on; 0 takes a free one"
+    )
+    redis_url: Annotated[str, ACCESS] = Field(
         default=DEFAULT_REDIS_URL, description="Redis: redis://host:port/db, rediss:// or unix:///path"
     )
     log_level: LogLevel = Field(default="info", description="least severe messages to log")
@@ -94,28 +112,38 @@ class GatewaySettings(Access, GatewayLimits):
 class WorkerTuning(Settings):
     """How a worker takes jobs and runs its model."""
 
-    device: str = Field(default="cpu", description="torch device of the model: cpu, cuda, cuda:1, mps")
-    max_batch: int = Field(default=16, gt=0, description="images scored together")
-    max_wait_ms: float = Field(default=5.0, ge=0, description="longest wait for a batch to fill, milliseconds")
-    max_tries: int = Field(default=3, gt=0, description="deliveries of an image before it is given up")
-    claim_idle_ms: int = Field(
+    device: Annotated[str, MODEL] = Field(
+        default="cpu", description="torch device of the model: cpu, cuda, cuda:1, mps"
+    )
+    max_batch: Annotated[int, BATCHES] = Field(default=16, gt=0, description="images scored together")
+    max_wait_ms: Annotated[float, BATCHES] = Field(
+        default=5.0, ge=0, description="longest wait for a batch to fill, milliseconds"
+    )
+    max_tries: Annotated[int, BATCHES] = Field(
+        default=3, gt=0, description="deliveries of an image before it is given up"
+    )
+    claim_idle_ms: Annotated[int, BATCHES] = Field(
         default=15_000, gt=0, description="a dead worker's images go to another after this, milliseconds"
     )
-    heartbeat_s: float = Field(default=2.0, gt=0, description="interval of the worker's signs of life, seconds")
-    threads: int = Field(default=1, gt=0, description="CPU threads of the model")
-    options: dict[str, Any] = Field(default_factory=dict, description="options of the reward itself, see its file")
+    heartbeat_s: Annotated[float, BATCHES] = Field(
+        default=2.0, gt=0, description="interval of the worker's signs of life, seconds"
+    )
+    threads: Annotated[int, MODEL] = Field(default=1, gt=0, description="CPU threads of the model")
+    options: Annotated[dict[str, Any], MODEL] = Field(
+        default_factory=dict, description="options of the reward itself, see its file"
+    )
 
 
 class WorkerSettings(Access, WorkerTuning):
     """One worker process: one reward model."""
 
-    reward: str = Field(
+    reward: Annotated[str, MODEL] = Field(
         default="shapes", description="the reward to serve: a file name of reward_server/rewards, or module:Class"
     )
-    redis_url: str = Field(
+    redis_url: Annotated[str, ACCESS] = Field(
         default=DEFAULT_REDIS_URL, description="Redis: redis://host:port/db, rediss:// or unix:///path"
     )
-    gateway_url: str | None = Field(
+    gateway_url: Annotated[str | None, ACCESS] = Field(
         default=None, description="gateway to fetch payloads from that are not on this host"
     )
     log_level: LogLevel = Field(default="info", description="least severe messages to log")
@@ -124,32 +152,42 @@ class WorkerSettings(Access, WorkerTuning):
 class RewardSettings(WorkerTuning):
     """One reward of ``reward-server up`` and of the trainer's embedded server."""
 
-    workers: int = Field(default=1, gt=0, description="processes that serve this reward")
+    workers: Annotated[int, MODEL] = Field(default=1, gt=0, description="processes that serve this reward")
 
 
 class ServerSettings(Access):
     """Everything at once: Redis, the gateway and the workers (``reward-server up`` and the embedded server)."""
 
-    rewards: dict[str, RewardSettings] = Field(
+    rewards: Annotated[dict[str, RewardSettings], PROCESSES] = Field(
         default_factory=lambda: {"shapes": RewardSettings()},
         description="rewards to serve: names (shapes,null) or a mapping of names to their settings",
     )
-    host: str = Field(default="127.0.0.1", description="address to listen on; other than loopback only with a token")
-    port: int = Field(default=8000, ge=0, le=65535, description="port to listen on; 0 takes a free one")
-    redis_url: str | None = Field(default=None, description="Redis to use; a bundled one is started when not set")
-    cores: int | None = Field(
+    host: Annotated[str, ACCESS] = Field(
+        default="127.0.0.1", description="address to listen on; other than loopback only with a token"
+    )
+    port: Annotated[int, ACCESS] = Field(
+        default=8000, ge=0, le=65535, description="port to listen on; 0 takes a free one"
+    )
+    redis_url: Annotated[str | None, ACCESS] = Field(
+        default=None, description="Redis to use; a bundled one is started when not set"
+    )
+    cores: Annotated[int | None, PROCESSES] = Field(
         default=None, gt=0, description="CPU cores to share out; all that this process may use when not set"
     )
-    start_timeout_s: float = Field(default=120.0, gt=0, description="longest time until all rewards are ready, seconds")
-    max_restarts: int = Field(
+    start_timeout_s: Annotated[float, PROCESSES] = Field(
+        default=120.0, gt=0, description="longest time until all rewards are ready, seconds"
+    )
+    max_restarts: Annotated[int, PROCESSES] = Field(
         default=5, ge=0, description="restarts of one worker within restart_window_s before giving up"
     )
-    restart_window_s: float = Field(default=300.0, gt=0, description="time over which restarts are counted, seconds")
-    log_dir: Path | None = Field(
+    restart_window_s: Annotated[float, PROCESSES] = Field(
+        default=300.0, gt=0, description="time over which restarts are counted, seconds"
+    )
+    log_dir: Annotated[Path | None, LOGGING] = Field(
         default=None, description="folder for the processes' logs; a temporary one when not set"
     )
     log_level: LogLevel = Field(default="info", description="least severe messages to log")
-    gateway: GatewayLimits = Field(default_factory=GatewayLimits, description="limits of the gateway")
+    gateway: GatewayLimits = Field(default_factory=GatewayLimits, description="what the gateway keeps and accepts")
 
     @field_validator("rewards", mode="before")
     @classmethod
@@ -169,5 +207,5 @@ class ServerSettings(Access):
 class EmbeddedSettings(ServerSettings):
     """The reward server that the trainer starts for itself: any free port, and a random token when none is given."""
 
-    port: int = Field(default=0, ge=0, le=65535, description="port to listen on; 0 takes a free one")
+    port: Annotated[int, ACCESS] = Field(default=0, ge=0, le=65535, description="port to listen on; 0 takes a free one")
     log_level: LogLevel = Field(default="warning", description="least severe messages to log")

@@ -1,13 +1,14 @@
 """The settings' loader: which source wins, what text means, and what a mistake says."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import pytest
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 
 from reward_server.options import dump, load
+from reward_server.options_tree import Heading
 
 
 class Item(BaseModel):
@@ -233,6 +234,29 @@ def test_help_is_grouped_and_complete(parse, capsys, monkeypatch):
     assert "--short TEXT, --group.text TEXT" in group
     for name in ("path", "token", "files", "items", "group.flag", "group.steps", "group.names", "group.weights"):
         assert f"--{name} " in text
+
+
+def test_help_puts_settings_under_their_headings(parse, capsys):
+    class Inner(BaseModel):
+        width: Annotated[int, Heading("size")] = 1
+        name: str = "x"
+
+    class Outer(BaseModel):
+        port: Annotated[int | None, Heading("address")] = Field(default=None, gt=0)
+        inner: Inner = Field(default=Inner(), description="inside")
+        many: dict[str, Inner] = {}
+        host: Annotated[str, Heading("address")] = ""
+
+    with pytest.raises(SystemExit):
+        parse("--help", model=Outer)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line and line[:3] != "   "]
+    words = [line if line.endswith(":") else line.split()[0] for line in lines]
+    assert words[words.index("--config") + 1 : words.index("Every")] == [
+        *("settings:", "--many", "address:", "--port", "--host"),
+        *("inner:", "inside", "--inner.name", "inner: size:", "--inner.width"),
+        *("many.NAME:", "of", "--many.NAME.name", "many.NAME: size:", "--many.NAME.width"),
+    ]
+    assert parse("--many.a.width", "3", "--port", "4", model=Outer).many["a"].width == 3
 
 
 def test_dump_hides_secrets_and_can_be_loaded_again(parse, tmp_path):
