@@ -32,8 +32,8 @@ def build_accelerator(config: Config, run_dir: Path | None = None) -> Accelerato
     """Devices, processes, mixed precision and trackers. ``run_dir`` is where trackers write; None: no trackers."""
     if "MASTER_ADDR" in os.environ and "WORLD_SIZE" not in os.environ:
         raise UserError(
-            "accelerate launch was asked for several processes, but without --multi_gpu it starts only one; "
-            "use: accelerate launch --multi_gpu --num_processes N trainer/run.py ... (on CPUs, too)"
+            "accelerate launch was asked for several processes, but without GPUs it starts only one; use: "
+            "accelerate launch --config_file configs/accelerate/cpu.yaml --num_processes N trainer/run.py ..."
         )
     return Accelerator(
         cpu=config.policy.device == "cpu" or not torch.cuda.is_available(),

@@ -17,7 +17,7 @@ from trainer.shapes import render, split_scenes
 
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = """
-policy: {{checkpoint: {folder}/tiny.safetensors, ar_steps: 4, diffusion_steps: 5}}
+policy: {{checkpoint: {folder}/tiny.safetensors, ar_steps: 4, diffusion_steps: 5, device: cpu}}
 prompts: {{train: {folder}/prompts.txt, heldout: {folder}/prompts.txt}}
 algorithm: {{ar_steps_per_update: 2}}
 train: {{steps: 6, prompts_per_step: 4, group_size: 4, learning_rate: 1.0e-3, micro_batch: 4, threads: 1}}

@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-LAUNCH = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
-LAUNCH += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
+ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch"]
+LAUNCH = [*ACCELERATE, "--config_file", "configs/accelerate/cpu.yaml", "--num_processes", "2"]
 
 
 def test_two_processes_equal_one_and_resume(tiny_run):
@@ -26,3 +26,12 @@ def test_two_processes_equal_one_and_resume(tiny_run):
     resumed = tiny_run.finish(tiny_run.start("two", *settings, "--resume", "auto", launcher=LAUNCH), "two")
     assert "resuming after step 2" in (tiny_run.folder / "two.log").read_text()
     assert resumed == two
+
+
+def test_accelerate_alone_starts_one_process_and_the_run_says_how_to_start_more(tiny_run):
+    process = tiny_run.start("alone", launcher=[*ACCELERATE, "--cpu", "--num_processes", "2"])
+    assert process.wait(timeout=60) != 0
+    lines = (tiny_run.folder / "alone.log").read_text().splitlines()
+    (line,) = [line for line in lines if line.startswith("trainer/run.py: error: ")]
+    assert " ".join(LAUNCH[3:-1]) in line  # the command that the test above runs
+    assert not (tiny_run.folder / "alone").exists()

@@ -96,7 +96,7 @@ def test_first_signal_asks_second_interrupts(capsys):
 def test_launching_several_processes_the_wrong_way_is_refused(monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    with pytest.raises(UserError, match="accelerate launch --multi_gpu --num_processes N"):
+    with pytest.raises(UserError, match=r"--config_file configs/accelerate/cpu\.yaml --num_processes N"):
         parts.build_accelerator(Config())
 
 
