@@ -97,7 +97,7 @@ def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("trainer/policies/weights/small.safetensors"))
-    parser.add_argument("--steps", type=int, default=6000, help="optimizer steps (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=5000, help="optimizer steps (default: %(default)s)")
     parser.add_argument("--batch", type=int, default=64, help="images per step (default: %(default)s)")
     parser.add_argument("--learning-rate", type=float, default=1e-3, help="peak, AdamW (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
