@@ -24,7 +24,6 @@ from pydantic import Field
 
 from reward_server import options
 from trainer.algorithm.seeds import derive_seed
-from trainer.algorithm.types import Trajectory
 from trainer.config import ENV_PREFIX, Config, UserError
 from trainer.policies.base import Policy
 from trainer.prompts import Prompt
@@ -135,14 +134,6 @@ def share(count: int, accelerator: Accelerator) -> range:
     return range(count * rank // processes, count * (rank + 1) // processes)
 
 
-def generate(policy: Policy, prompts: Sequence[str], seeds: Sequence[int], **recorded: Any) -> Trajectory:
-    """``policy.rollout``; a prompt that the policy cannot read, its ValueError, is the user's mistake: UserError."""
-    try:
-        return policy.rollout(prompts, seeds, **recorded)
-    except ValueError as error:
-        raise UserError(f"the policy cannot make these images: {error}") from error
-
-
 def evaluate(
     policy: Policy,
     client: RewardClient,
@@ -168,7 +159,7 @@ def evaluate(
         texts = [prompts[p].text for p, _ in chunk]
         seeds = [derive_seed("evaluate", p, m) for p, m in chunk]
         with accelerator.autocast():
-            images = policy.decode(generate(policy, texts, seeds).tokens)
+            images = policy.decode(policy.rollout(texts, seeds).tokens)
         try:
             answer = client.submit(images, texts, [prompts[p].metadata for p, _ in chunk]).result()
         except RewardError as error:
@@ -276,6 +267,7 @@ def run(command: Command) -> dict[str, Any]:
             if name == "baseline" and path is None:
                 continue
             policy, weights = parts.load_policy(command, path)
+            parts.check_prompts(policy, prompts, command.prompts.heldout)
             parts.as_module(policy).to(accelerator.device)
             result = evaluate(
                 policy,

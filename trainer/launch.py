@@ -56,6 +56,8 @@ def build(config: Config, accelerator: Accelerator, client: RewardClient, root: 
     config.check_model(policy.ar_steps, policy.schedule.steps, policy.schedule.stochastic_steps)
     prompts = parts.read_prompts(config.prompts.train, config.prompts.text_key)
     heldout = parts.read_prompts(config.prompts.heldout, config.prompts.text_key)
+    parts.check_prompts(policy, prompts, config.prompts.train)
+    parts.check_prompts(policy, heldout, config.prompts.heldout)
     manifest = {
         "settings": yaml.safe_load(options.dump(config)),  # without secrets
         "versions": versions(),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -107,9 +107,9 @@ def load_policy(config: Config, checkpoint: Path | None = None) -> tuple[Policy,
         folder = Path(__file__).parent / "policies"
         known = sorted(p.stem for p in folder.glob("*.py") if p.stem not in ("__init__", "base"))
         raise UserError(f"policy.name: there is no policy {name!r}; there are: {', '.join(known)}")
-    family = getattr(importlib.import_module(f"trainer.policies.{name}"), f"{name.capitalize()}Policy")
+    family: type[Policy] = getattr(importlib.import_module(f"trainer.policies.{name}"), f"{name.capitalize()}Policy")
     path = policy_file(checkpoint or config.policy.checkpoint, name)
-    chosen = {
+    chosen: dict[str, Any] = {
         key: value
         for key in ("ar_steps", "diffusion_steps", "guidance")
         if (value := getattr(config.policy, key)) is not None
@@ -179,3 +179,11 @@ def read_prompts(path: Path, text_key: str | None) -> list[Prompt]:
         return load_prompts(path, text_key)
     except (OSError, ValueError) as error:
         raise UserError(str(error)) from error
+
+
+def check_prompts(policy: Policy, prompts: Sequence[Prompt], path: Path) -> None:
+    """Raises UserError naming the file, the prompt and the reason if the policy cannot read one of them."""
+    try:
+        policy.check_prompts([prompt.text for prompt in prompts])
+    except ValueError as error:
+        raise UserError(f"{path}: {error}") from error

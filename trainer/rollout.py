@@ -24,7 +24,7 @@ from trainer.algorithm.transitions import gaussian_log_prob
 from trainer.algorithm.types import Trajectory
 from trainer.checkpoints import Pending
 from trainer.config import AlgorithmConfig, Config
-from trainer.evaluate import Flags, Floats, columns, generate, share
+from trainer.evaluate import Flags, Floats, columns, share
 from trainer.policies.base import Policy
 from trainer.prompts import Prompt, PromptSampler
 from trainer.rewards import RewardClient, RewardScores
@@ -59,8 +59,7 @@ class Sampler:
             for start in range(0, len(rollout.prompts), batch):
                 texts = [p.text for p in rollout.prompts[start : start + batch]]
                 seeds = rollout.seeds[start : start + batch]
-                part = generate(
-                    self.policy,
+                part = self.policy.rollout(
                     texts,
                     seeds,
                     full_chains_at=self.objective.full_chains_at(rollout.ar_steps),

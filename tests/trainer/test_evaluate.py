@@ -159,6 +159,16 @@ def test_command_explains_a_missing_checkpoint(tiny, capsys, monkeypatch, server
     assert "no checkpoint at /nowhere" in capsys.readouterr().err
 
 
+def test_command_explains_a_prompt_that_the_policy_cannot_read(tiny, tmp_path, capsys, monkeypatch, server):
+    monkeypatch.setattr(command_parts(), "RewardClient", lambda *args, **kwargs: server.client())
+    (tmp_path / "cats.txt").write_text("a red circle\na cat\n")
+    arguments = ["--checkpoint", str(tiny.checkpoint), "--prompts.heldout", str(tmp_path / "cats.txt")]
+    assert command.main([*arguments, "--reward-url", "http://test"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{tmp_path}/cats.txt: the small policy does not know cat (prompt: 'a cat')" in line
+    assert server.requests == []
+
+
 def command_parts():
     from trainer import parts
 

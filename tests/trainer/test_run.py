@@ -62,23 +62,23 @@ def test_a_run_leaves_everything_in_its_folder(arguments, tmp_path, capsys):
         (["--policy.checkpoint", "nowhere.safetensors"], "no checkpoint at nowhere.safetensors"),
         (["--policy.ar-steps", "99"], "ar_steps must lie in 1..16"),
         (["--prompts.train", "nowhere.txt"], "nowhere.txt"),
-        (["--prompts.heldout", "cats.txt"], "the small policy does not know cat"),
+        (["--prompts.train", "cats.txt"], "cats.txt: the small policy does not know cat (prompt: 'a cat')"),
+        (["--prompts.heldout", "cats.txt"], "cats.txt: the small policy does not know cat (prompt: 'a cat')"),
         (["--resume", "nowhere"], "checkpoint.resume: nowhere is not a checkpoint folder"),
         (["--reward", "beauty"], "does not serve 'beauty'"),
         (["--algorithm.diffusion-steps", "9,10"], "names [9, 10], but of the model's 5 diffusion steps"),
     ],
 )
 def test_a_users_mistake_is_one_line(arguments, more, words, capsys, monkeypatch, server, tmp_path):
-    (tmp_path / "cats.txt").write_text("a cat\n")
+    (tmp_path / "cats.txt").write_text("a red circle\na cat\n")
     monkeypatch.chdir(tmp_path)
     if "beauty" in more:
         monkeypatch.setattr(parts, "RewardClient", lambda *args, **kwargs: server.client(["beauty"]))
     assert run.main([*arguments, *more]) == 2
-    message = capsys.readouterr().err
-    assert "Traceback" not in message
-    line = message.splitlines()[-1]
+    (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("trainer/run.py: error: ")
     assert words in line
+    assert server.requests == []  # found before anything was sampled
 
 
 def test_first_signal_asks_second_interrupts(capsys):

@@ -199,6 +199,14 @@ def test_settings_out_of_range_are_errors():
         SmallPolicy(TINY).encode(np.zeros((1, 32, 32, 3), np.uint8))
 
 
+def test_check_prompts_names_the_first_that_cannot_be_read():
+    tiny().check_prompts(["one red circle", "", "a red circle to the left of a blue square"])
+    with pytest.raises(ValueError, match=r"does not know cat, fluffy \(prompt: 'a fluffy cat'\)"):
+        tiny().check_prompts(["one red circle", "a fluffy cat", "a dog"])
+    with pytest.raises(ValueError, match="at most 9 words, not 10"):
+        tiny().check_prompts(["red " * 10])
+
+
 def test_save_and_load(tmp_path):
     policy = tiny()
     policy.save(tmp_path / "p.safetensors", {"note": "x"})

@@ -1,13 +1,14 @@
-"""What a model family must offer to be trained: the policy protocol, and the lookup by name.
+"""What a model family must offer to be trained: the policy protocol.
 
-A policy is a ``torch.nn.Module`` whose ``forward`` scores transitions, so that DDP and FSDP wrap it as they
-wrap any module. Sampling and scoring go through the same head function, so that the log-probability of
-what was sampled cannot drift from what is trained.
+The family NAME is the class NamePolicy of ``trainer/policies/name.py``. A policy is a ``torch.nn.Module`` whose
+``forward`` scores transitions, so that DDP and FSDP wrap it as they wrap any module. Sampling and scoring go through
+the same head function, so that the log-probability of what was sampled cannot drift from what is trained.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -27,8 +28,26 @@ class Policy(Protocol):
     """C"""
     ar_steps: int
     """K"""
-    schedule: Schedule
-    """The head's diffusion: T steps, their transitions and bridges."""
+
+    @property
+    def schedule(self) -> Schedule:
+        """The head's diffusion: T steps, their transitions and bridges."""
+        ...
+
+    @classmethod
+    def load(cls, path: Path, *, ar_steps: int = ..., diffusion_steps: int = ..., guidance: float = ...) -> Policy:
+        """Read weights from ``path``, in evaluation mode on the CPU. ``ar_steps`` (K), ``diffusion_steps`` (T) and
+        ``guidance`` (1 = none) have defaults of the family's own. Raises FileNotFoundError, or ValueError if the file
+        is not of this family or a setting does not fit it."""
+        ...
+
+    def save(self, path: Path, note: dict[str, str] | None = None) -> None:
+        """Write weights that :meth:`load` reads, with a note of where they come from."""
+        ...
+
+    def check_prompts(self, prompts: Sequence[str]) -> None:
+        """Raises ValueError naming the first prompt that the model cannot read, and why."""
+        ...
 
     def rollout(
         self,
@@ -38,9 +57,10 @@ class Policy(Protocol):
         full_chains_at: Collection[int] = (),
         full_latents_at: Collection[int] = (),
     ) -> Trajectory:
-        """Sample one image per prompt without gradient. Image i depends on prompt i and seed i alone, not on
-        the rest of the batch. ``full_chains_at`` and ``full_latents_at`` name the AR steps at which the head
-        runs on all unknown tokens and the maps are recorded; elsewhere it runs on the kept tokens only."""
+        """Sample one image per prompt without gradient, given prompts that :meth:`check_prompts` accepts. Image i
+        depends on prompt i and seed i alone, not on the rest of the batch. ``full_chains_at`` and
+        ``full_latents_at`` name the AR steps at which the head runs on all unknown tokens and the maps are
+        recorded; elsewhere it runs on the kept tokens only."""
         ...
 
     def extra_trajectories(self, trajectory: Trajectory, count: int, seeds: Sequence[int]) -> Tensor:

@@ -31,6 +31,7 @@ from trainer.algorithm.schedule import predicted_at, tokens_per_ar_step
 from trainer.algorithm.seeds import generator, normal
 from trainer.algorithm.transitions import DDPM, sample
 from trainer.algorithm.types import Gaussian, Queries, Trajectory
+from trainer.policies.base import Policy
 
 WORDS = tuple(
     "<pad> <null> a one two three four left right of above below red yellow green cyan blue purple "
@@ -264,6 +265,10 @@ class SmallPolicy(nn.Module):
 
     # ---- sampling --------------------------------------------------------------------------------------------
 
+    def check_prompts(self, prompts: Sequence[str]) -> None:
+        """Raises ValueError naming the first prompt with unknown words or too many of them."""
+        encode_prompts(prompts)
+
     def _denoise(self, z_HMD: Tensor, noise_MTC: Tensor) -> Tensor:
         """Run the chain from ``noise[:, 0]``; step t draws with ``noise[:, t + 1]``. Returns (M, T+1, C) states."""
         x = noise_MTC[:, 0]
@@ -364,6 +369,9 @@ class SmallPolicy(nn.Module):
     def revision(path: Path) -> str:
         """sha256 of a checkpoint file."""
         return "sha256:" + hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+_: type[Policy] = SmallPolicy  # the type checker compares the two
 
 
 def _initialise(module: nn.Module) -> None:
