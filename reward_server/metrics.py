@@ -24,7 +24,6 @@ class Metrics(Collector):
             "reward_server_requests", "Answers to requests", ["method", "route", "status"], registry=registry
         )
         self.images = Counter("reward_server_images", "Images accepted for scoring", registry=registry)
-        self.payload_bytes = Counter("reward_server_payload_bytes", "Bytes of accepted payloads", registry=registry)
         self.receive_seconds = Histogram(
             "reward_server_receive_seconds", "Time to receive and spool a request's body", registry=registry
         )

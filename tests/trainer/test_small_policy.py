@@ -1,6 +1,7 @@
 """The small MAR: sampling and scoring agree, samples do not depend on their batch, gradients go where they belong."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from trainer.algorithm.transitions import gaussian_log_prob
 from trainer.algorithm.types import Queries, Trajectory
 from trainer.policies.base import Policy
 from trainer.policies.small import MAX_WORDS, SmallConfig, SmallPolicy, encode_prompts
+from trainer.pretrain import denoising_loss, pretrain
 from trainer.shapes import render, split_scenes
 
 TINY = SmallConfig(width=32, depth=2, heads=2, head_width=32, head_depth=1)
@@ -214,6 +216,8 @@ def test_save_and_load(tmp_path):
     a, b = policy.rollout(PROMPTS, SEEDS), again.rollout(PROMPTS, SEEDS)
     assert np.array_equal(policy.decode(a.tokens), again.decode(b.tokens))
     assert list(tmp_path.iterdir()) == [tmp_path / "p.safetensors"]
+    again.save(tmp_path / "q.safetensors", {"note": "x"})
+    assert SmallPolicy.revision(tmp_path / "p.safetensors") == SmallPolicy.revision(tmp_path / "q.safetensors")
 
 
 def test_load_says_what_is_wrong(tmp_path):
@@ -226,7 +230,7 @@ def test_load_says_what_is_wrong(tmp_path):
     save_file({"a": torch.zeros(1)}, path)
     with pytest.raises(ValueError, match="not a checkpoint of the small policy"):
         SmallPolicy.load(path)
-    save_file({"a": torch.zeros(1)}, path, {"policy": "small", "config": json.dumps({})})
+    save_file({"a": torch.zeros(1)}, path, {"small": json.dumps({"config": {}})})
     with pytest.raises(ValueError, match="does not fit"):
         SmallPolicy.load(path)
 
@@ -237,3 +241,32 @@ def test_seeds_depend_on_every_part_and_on_nothing_else():
     assert 0 <= derive_seed(5) < 2**63
     assert torch.equal(normal([1, 2], (3,), "x")[1], normal([2], (3,), "x")[0])
     assert not torch.equal(normal([1], (3,), "x"), normal([1], (3,), "y"))
+
+
+def test_the_shipped_base_is_imperfect_and_small_enough():
+    path = Path("trainer/policies/weights/small.safetensors")
+    assert path.stat().st_size <= 10_000_000
+    policy = SmallPolicy.load(path)
+    assert 1_000_000 <= sum(p.numel() for p in policy.parameters()) <= 3_000_000
+    prompts = [s.prompt for s in split_scenes()[1]][:128]
+    images = policy.decode(policy.rollout(prompts, range(128)).tokens)
+    passed = [verify(i, parse(p)).details["strict"] for i, p in zip(images, prompts, strict=True)]
+    assert 0.25 <= np.mean(passed) <= 0.60
+
+
+def test_pretraining_is_reproducible_and_learns(tmp_path):
+    config = SmallConfig(width=32, depth=1, heads=2, head_width=32, head_depth=1)
+    first, kept = pretrain(steps=8, batch=8, learning_rate=1e-3, seed=3, config=config)
+    second, _ = pretrain(steps=8, batch=8, learning_rate=1e-3, seed=3, config=config)
+    other, _ = pretrain(steps=8, batch=8, learning_rate=1e-3, seed=4, config=config)
+    assert kept > 0.95
+    weights = [p.state_dict()["backbone.words.weight"] for p in (first, second, other)]
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
+    rng = torch.Generator().manual_seed(0)
+    scenes = split_scenes()[0][:64]
+    batch = encode_prompts([s.prompt for s in scenes]), first.encode(render(scenes, np.random.default_rng(1)))
+    untrained = SmallPolicy(config)
+    untrained.load_state_dict({k: v for k, v in first.state_dict().items() if "codec" in k}, strict=False)
+    with torch.no_grad():
+        assert denoising_loss(first, *batch, rng) < denoising_loss(untrained, *batch, rng)

@@ -181,7 +181,7 @@ class SmallPolicy(nn.Module):
     codec_scale: Tensor
 
     def __init__(
-        self, config: SmallConfig, *, ar_steps: int = 12, diffusion_steps: int = 16, guidance: float = 1.0
+        self, config: SmallConfig, *, ar_steps: int = 8, diffusion_steps: int = 16, guidance: float = 1.0
     ) -> None:
         super().__init__()
         self.config = config
@@ -338,14 +338,17 @@ class SmallPolicy(nn.Module):
         return self.backbone.parameters()
 
     def save(self, path: Path, note: dict[str, str] | None = None) -> None:
-        """Write a safetensors checkpoint (weights, codec, sizes, and a note of how it was made)."""
-        metadata = {"policy": "small", "config": json.dumps(asdict(self.config)), **(note or {})}
+        """Write a safetensors checkpoint (weights, codec, sizes, and a note of how it was made).
+
+        Equal weights give an equal file: there is one metadata entry, because safetensors does not order them.
+        """
+        metadata = {"small": json.dumps({"config": asdict(self.config), "note": note or {}})}
         temporary = path.with_suffix(".partial")
         temporary.write_bytes(save({k: v.cpu().contiguous() for k, v in self.state_dict().items()}, metadata))
         temporary.replace(path)
 
     @classmethod
-    def load(cls, path: Path, *, ar_steps: int = 12, diffusion_steps: int = 16, guidance: float = 1.0) -> SmallPolicy:
+    def load(cls, path: Path, *, ar_steps: int = 8, diffusion_steps: int = 16, guidance: float = 1.0) -> SmallPolicy:
         """Read a checkpoint. Raises FileNotFoundError, or ValueError if it is not one of this model."""
         if not path.is_file():
             raise FileNotFoundError(f"no checkpoint at {path}; make one with `python trainer/pretrain.py`")
@@ -355,9 +358,9 @@ class SmallPolicy(nn.Module):
                 state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except SafetensorError as error:
             raise ValueError(f"{path} is not a safetensors file: {error}") from error
-        if metadata.get("policy") != "small":
+        if "small" not in metadata:
             raise ValueError(f"{path} is not a checkpoint of the small policy")
-        config = SmallConfig(**json.loads(metadata["config"]))
+        config = SmallConfig(**json.loads(metadata["small"])["config"])
         policy = cls(config, ar_steps=ar_steps, diffusion_steps=diffusion_steps, guidance=guidance)
         try:
             policy.load_state_dict(state)
