@@ -193,7 +193,9 @@ class TrainConfig(Section):
     max_grad_norm: Annotated[float, Field(gt=0)] = Field(default=1.0, description="gradient norm is clipped to this")
     seed: Annotated[int, Field(ge=0, lt=2**31)] = Field(default=0, description="seed of prompts, samples and subsets")
     mixed_precision: Literal["no", "bf16", "fp16"] = Field(default="no", description="accelerate's mixed precision")
-    threads: Count | None = Field(default=None, description="torch threads per process; none: cores left by the server")
+    threads: Count | None = Field(
+        default=None, description="torch threads of all processes on a machine; none: cores left by the server"
+    )
 
 
 class CheckpointConfig(Section):

@@ -57,9 +57,14 @@ def reward_client(config: Config, accelerator: Accelerator) -> Iterator[RewardCl
     with ExitStack() as stack:
         found: list[Any] = [None]
         failure: Exception | None = None
+        server: EmbeddedServer | None = None
         if accelerator.is_main_process:
             try:
-                found = [_find_server(config, stack)]
+                if config.reward.url is None:
+                    server = stack.enter_context(EmbeddedServer(_embedded_settings(config)))
+                    found = [(server.url, server.token, server.trainer_threads)]
+                else:
+                    found = [(config.reward.url, config.reward.bearer_token(), available_cores())]
             except Exception as error:  # told to the other processes, which wait for the address, then raised
                 failure = error
         broadcast_object_list(found)
@@ -68,7 +73,7 @@ def reward_client(config: Config, accelerator: Accelerator) -> Iterator[RewardCl
         if found[0] is None:
             raise UserError("the main process could not start the reward server")
         url, token, cores = found[0]
-        torch.set_num_threads(config.train.threads or max(1, cores // _local_processes()))
+        torch.set_num_threads(max(1, (config.train.threads or cores) // _local_processes()))
         client = stack.enter_context(
             RewardClient(
                 url,
@@ -76,20 +81,19 @@ def reward_client(config: Config, accelerator: Accelerator) -> Iterator[RewardCl
                 config.reward.names,
                 timeout_s=config.reward.timeout_s,
                 give_up_after_s=config.reward.give_up_after_s,
+                # a server of our own that is down for good need not be waited for
+                while_away=(lambda: None) if server is None else server.check,
             )
         )
         yield client
 
 
-def _find_server(config: Config, stack: ExitStack) -> tuple[str, str | None, int]:
-    """URL and token of the reward server, and the cores that are left for training."""
-    if config.reward.url is not None:
-        return config.reward.url, config.reward.bearer_token(), available_cores()
+def _embedded_settings(config: Config) -> EmbeddedSettings:
+    """Of a server that serves just the rewards that are trained on."""
     known = config.server.rewards
     rewards = {name: known.get(name, RewardSettings()) for name in config.reward.names}
     settings: EmbeddedSettings = config.server.model_copy(update={"rewards": rewards})
-    server = stack.enter_context(EmbeddedServer(settings))
-    return server.url, server.token, server.trainer_threads
+    return settings
 
 
 def _local_processes() -> int:

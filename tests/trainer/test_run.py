@@ -131,11 +131,14 @@ class FakeServer:
     def __exit__(self, *_):
         pass
 
+    def check(self):
+        raise RuntimeError("down for good")
+
 
 def test_the_embedded_server_serves_the_rewards_of_the_run(server, monkeypatch, make_config):
     clients = []
     monkeypatch.setattr(parts, "EmbeddedServer", FakeServer)
-    monkeypatch.setattr(parts, "RewardClient", lambda *args, **kwargs: clients.append(args) or server.client())
+    monkeypatch.setattr(parts, "RewardClient", lambda *args, **kwargs: clients.append(kwargs) or server.client())
     config = make_config(
         reward={"names": {"shapes": 1.0, "null": 2.0}},
         server={"rewards": {"shapes": {"workers": 2}, "other": {}}},
@@ -146,6 +149,8 @@ def test_the_embedded_server_serves_the_rewards_of_the_run(server, monkeypatch, 
             assert torch.get_num_threads() == 3  # what the server leaves
     finally:
         torch.set_num_threads(threads)
+    with pytest.raises(RuntimeError, match="down for good"):
+        clients[0]["while_away"]()  # an outage of a server that is down for good ends at once
     (settings,) = FakeServer.started
     assert {name: reward.workers for name, reward in settings.rewards.items()} == {"shapes": 2, "null": 1}
     assert clients == [("http://test", "secret", {"shapes": 1.0, "null": 2.0})]
