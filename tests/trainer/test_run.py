@@ -138,7 +138,9 @@ class FakeServer:
 def test_the_embedded_server_serves_the_rewards_of_the_run(server, monkeypatch, make_config):
     clients = []
     monkeypatch.setattr(parts, "EmbeddedServer", FakeServer)
-    monkeypatch.setattr(parts, "RewardClient", lambda *args, **kwargs: clients.append(kwargs) or server.client())
+    monkeypatch.setattr(
+        parts, "RewardClient", lambda *args, **kwargs: clients.append((args, kwargs)) or server.client()
+    )
     config = make_config(
         reward={"names": {"shapes": 1.0, "null": 2.0}},
         server={"rewards": {"shapes": {"workers": 2}, "other": {}}},
@@ -150,10 +152,10 @@ def test_the_embedded_server_serves_the_rewards_of_the_run(server, monkeypatch, 
     finally:
         torch.set_num_threads(threads)
     with pytest.raises(RuntimeError, match="down for good"):
-        clients[0]["while_away"]()  # an outage of a server that is down for good ends at once
+        clients[0][1]["while_away"]()  # an outage of a server that is down for good ends at once
     (settings,) = FakeServer.started
     assert {name: reward.workers for name, reward in settings.rewards.items()} == {"shapes": 2, "null": 1}
-    assert clients == [("http://test", "secret", {"shapes": 1.0, "null": 2.0})]
+    assert [args for args, _ in clients] == [("http://test", "secret", {"shapes": 1.0, "null": 2.0})]
 
 
 def test_a_server_that_does_not_start_is_one_line(arguments, monkeypatch, capsys, tmp_path):
