@@ -2,7 +2,7 @@
 
 For one AR step of a fixed set of rollouts with real advantages (the shapes reward, scored in this process), the
 backbone's gradient of the policy term is computed again and again with redrawn trajectories. ``noise^2``: the trace of
-its variance over redraws, as a multiple of S = 1; ``signal^2``: the squared norm of its mean, less the noise left in it.
+its variance over redraws, as a multiple of S = 1; ``signal^2``: the squared norm of its mean, unbiased.
 
     python benchmarks/mte_variance.py
 """
