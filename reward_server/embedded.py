@@ -46,6 +46,8 @@ class EmbeddedServer:
     Attributes:
         url: of the gateway.
         token: bearer token; random when the settings have none, unless ``open_access``.
+        names: the name that requests use for each key of ``settings.rewards`` (``module:Class`` -> the class's
+            ``name``); empty before the server is ready.
         failure: why the server went down for good, or None. Crashed processes are started again before that.
         trainer_threads: CPU threads that the server's models leave to this process, at least 1.
     """
@@ -61,6 +63,7 @@ class EmbeddedServer:
         """
         self.settings = settings or EmbeddedSettings()
         self.url = ""
+        self.names: dict[str, str] = {}
         self.token = self.settings.bearer_token()
         if self.token is None and not open_access:
             self.token = secrets.token_urlsafe(24)
@@ -155,7 +158,7 @@ class EmbeddedServer:
             if event["event"] == "started":
                 self._folders = event["folders"]
             elif event["event"] == "ready":
-                self.url = event["url"]
+                self.url, self.names = event["url"], event["names"]
                 self._ready.set()
             elif event["event"] == "restarted":
                 log.warning("reward server: %s", event["message"])

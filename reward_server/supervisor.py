@@ -4,7 +4,7 @@
 environment), starts Redis, the gateway and the workers, and writes events to stdout, one JSON object a line:
 
     {"event": "started", "folders": ["/tmp/..."]}    private folders, removed at the end
-    {"event": "ready", "url": "http://127.0.0.1:40001"}
+    {"event": "ready", "url": "http://127.0.0.1:40001", "names": {"module:Class": "name that requests use"}}
     {"event": "restarted", "message": "..."}
     {"event": "failed", "message": "..."}            the last one: everything comes down
 
@@ -16,7 +16,6 @@ kills the children if even this process is killed.
 from __future__ import annotations
 
 import ctypes
-import http.client
 import json
 import os
 import select
@@ -32,13 +31,17 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, SecretStr
 
 from reward_server.settings import ENV_PREFIX, GatewaySettings, ServerSettings, WorkerSettings
 
-Event = Mapping[str, str | list[str]]
+if TYPE_CHECKING:
+    from reward_server.roster import Roster
+
+Event = Mapping[str, str | list[str] | dict[str, str]]
 
 _TICK_S = 0.05
 _STOP_S = 2.5
@@ -58,6 +61,8 @@ class _Child:
     command: list[str]
     environment: dict[str, str]
     log: Path
+    reward: str | None = None
+    """Of a worker: its key in the settings' rewards"""
     process: subprocess.Popen[str] | None = None
     restarts: deque[float] = field(default_factory=deque)
     start_at: float = 0.0
@@ -91,6 +96,8 @@ class Supervisor:
         self._children: list[_Child] = []
         self._gateway: _Child | None = None
         self._url: str | None = None
+        self._names: dict[str, str] = {}  # served name of each of the settings' rewards, once all are ready
+        self._roster: Roster | None = None
         self._ready = False
         self._deadline = time.monotonic() + settings.start_timeout_s
 
@@ -114,9 +121,12 @@ class Supervisor:
             )
             for index in range(reward.workers):
                 label = f"worker-{name.replace(':', '-')}-{index}"
-                self._add(label, _program("worker"), environment_of(settings), reward.threads)
+                self._add(label, _program("worker"), environment_of(settings), reward.threads, name)
         for child in self._children:
             self._spawn(child)
+        from reward_server.roster import Roster  # here, while the children start: it loads Redis's client
+
+        self._roster = Roster(self._redis_url)
 
     def tick(self) -> None:
         """Look after the children once.
@@ -132,13 +142,15 @@ class Supervisor:
                 self._crashed(child)
         if not self._ready and self._all_ready():
             self._ready = True
-            self._emit({"event": "ready", "url": str(self._url)})
+            self._emit({"event": "ready", "url": str(self._url), "names": self._names})
         if not self._ready and time.monotonic() > self._deadline:
             tails = "\n".join(f"{child.log}:\n{_tail(child.log)}" for child in self._children)
             raise SupervisorError(f"not ready after {self._settings.start_timeout_s:g} s\n{tails}")
 
     def stop(self) -> None:
         """End all children, Redis last, and remove the temporary folders."""
+        if self._roster is not None:
+            self._roster.close()
         _end([child for child in self._children if child.name != "redis"])
         _end([child for child in self._children if child.name == "redis"])
         for folder in self.folders:
@@ -159,14 +171,19 @@ class Supervisor:
         )
 
     def _add(
-        self, name: str, command: list[str], variables: Mapping[str, str] | None = None, threads: int = 1
+        self,
+        name: str,
+        command: list[str],
+        variables: Mapping[str, str] | None = None,
+        threads: int = 1,
+        reward: str | None = None,
     ) -> _Child:
         inherited = {key: value for key, value in os.environ.items() if not key.startswith(ENV_PREFIX)}
         package = str(Path(__file__).resolve().parent.parent)
         path = os.pathsep.join(filter(None, [package, inherited.get("PYTHONPATH")]))
         cores = dict.fromkeys(_THREAD_VARIABLES, str(threads))
         environment = {**inherited, **cores, "PYTHONPATH": path, **(variables or {})}
-        child = _Child(name, command, environment, self._logs / f"{name}.log")
+        child = _Child(name, command, environment, self._logs / f"{name}.log", reward)
         self._children.append(child)
         return child
 
@@ -218,8 +235,23 @@ class Supervisor:
             self._url = json.loads(line)["url"]
             # a restarted gateway must come back where it was
             self._gateway.environment[f"{ENV_PREFIX}PORT"] = str(urlsplit(self._url).port)
-        wanted = sum(reward.workers for reward in self._settings.rewards.values())
-        return _live_workers(self._url, self._token) >= wanted
+        return self._all_named()
+
+    def _all_named(self) -> bool:
+        """Whether every worker has said by which name it serves its reward; then ``_names`` holds them."""
+        from redis.exceptions import RedisError
+
+        assert self._roster is not None
+        try:
+            names = self._roster.names()
+        except RedisError:  # it has not come up yet
+            return False
+        for child in self._children:
+            if child.reward is not None:
+                if child.process is None or child.process.pid not in names:
+                    return False
+                self._names[child.reward] = names[child.process.pid]
+        return True
 
 
 def _program(name: str) -> list[str]:
@@ -275,23 +307,6 @@ def _tail(log: Path, lines: int = 10) -> str:
         return "  (empty)"
     last = log.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:]
     return "\n".join(f"  {line}" for line in last) or "  (empty)"
-
-
-def _live_workers(url: str, token: SecretStr | None) -> int:
-    """Live workers of all rewards, as the gateway counts them; 0 while it cannot say."""
-    where = urlsplit(url)
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(where.hostname or "", where.hostname or "")
-    connection = http.client.HTTPConnection(host, where.port or 80, timeout=1.0)
-    headers = {} if token is None else {"Authorization": f"Bearer {token.get_secret_value()}"}
-    try:
-        connection.request("GET", "/v1/rewards", headers=headers)
-        response = connection.getresponse()
-        body = response.read()
-    except (OSError, http.client.HTTPException):
-        return 0
-    finally:
-        connection.close()
-    return sum(reward["workers"] for reward in json.loads(body)["rewards"]) if response.status == 200 else 0
 
 
 def main() -> int:

@@ -123,3 +123,29 @@ def test_cores_are_shared_out(monkeypatch):
     assert EmbeddedServer(EmbeddedSettings(rewards=rewards, cores=8)).trainer_threads == 3
     assert EmbeddedServer(EmbeddedSettings(rewards=rewards, cores=4)).trainer_threads == 1
     assert 1 <= available_cores() <= os.cpu_count()
+
+
+PLUGIN = """
+import os
+class Plugin:
+    revision, description, needs = "1", "", ()
+    def setup(self, device): ...
+class Good(Plugin):
+    name = "good-name"
+    def score(self, images, prompts, metadata): return [0.5] * len(images)
+"""
+
+
+@pytest.fixture
+def plugin(tmp_path, monkeypatch):
+    """A module ``plugged`` with rewards that the server's processes can import."""
+    (tmp_path / "plugged.py").write_text(PLUGIN)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+
+def test_names_say_what_requests_call_each_reward(plugin):
+    settings = EmbeddedSettings(rewards="null,plugged:Good")
+    server = EmbeddedServer(settings)
+    assert server.names == {}
+    with server:
+        assert server.names == {"null": "null", "plugged:Good": "good-name"}

@@ -4,12 +4,13 @@ import os
 import signal
 import time
 
+import httpx
 import psutil
 import pytest
 
 from reward_server.options import load
 from reward_server.settings import ENV_PREFIX, RewardSettings, ServerSettings, WorkerSettings
-from reward_server.supervisor import Supervisor, SupervisorError, _live_workers, environment_of
+from reward_server.supervisor import Supervisor, SupervisorError, environment_of
 
 
 @pytest.fixture
@@ -58,6 +59,7 @@ def test_ready_means_that_every_worker_lives_and_stop_leaves_nothing(supervise, 
     until(supervisor, lambda: events)
     assert events[0]["event"] == "ready"
     assert events[0]["url"].startswith("http://127.0.0.1:")
+    assert events[0]["names"] == {"null": "null", "shapes": "shapes"}
     logs = list((tmp_path / "logs").iterdir())
     names = {"redis.log", "gateway.log", "worker-null-0.log", "worker-null-1.log", "worker-shapes-0.log"}
     assert {path.name for path in logs} == names
@@ -89,7 +91,15 @@ def test_a_crashed_child_starts_again_and_the_server_serves_as_before(supervise)
     )
     until(supervisor, lambda: child(supervisor, name).process is not None)
     assert child(supervisor, name).process.pid != before
-    until(supervisor, lambda: _live_workers(url, supervisor._token) >= 1)
+    headers = {"Authorization": "Bearer secret"}
+
+    def serves():
+        try:
+            return httpx.get(f"{url}/v1/rewards", headers=headers, trust_env=False).json()["rewards"][0]["workers"] == 1
+        except httpx.TransportError:
+            return False
+
+    until(supervisor, serves)
 
 
 def test_a_child_that_crashes_too_often_is_a_failure_but_old_restarts_are_forgotten(supervise):
