@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from trainer.config import ENV_PREFIX, Config, UserError
 from trainer.policies.base import Policy
 from trainer.prompts import Prompt
 from trainer.rewards import RewardClient, RewardError, RewardScores
+from trainer.together import wait_for_scores
 
 RESAMPLES = 10_000
 TOTAL = "reward"
@@ -144,33 +146,36 @@ def evaluate(
     accelerator: Accelerator,
     batch: int,
     shown: Sequence[int] = (),
+    stop: Callable[[], bool] = lambda: False,
 ) -> Evaluation:
     """Generate and score; every process calls it with the same arguments and gets the same answer.
 
     ``batch``: images sampled at once. ``shown``: indices of the prompts whose images are wanted. Raises RewardError on
-    all processes if one of them cannot get its scores.
+    all processes if one of them cannot get its scores or no image has one, and Stopped if ``stop`` says so meanwhile.
     """
-    mine = list(share(len(prompts), accelerator))
-    pairs = [(p, m) for p in mine for m in range(images_per_prompt)]
+    pairs = [(p, m) for p in share(len(prompts), accelerator) for m in range(images_per_prompt)]
     parts: list[dict[str, Any]] = []
-    failure: RewardError | None = None
-    for start in range(0, len(pairs), batch):
+    most = -(-len(prompts) // accelerator.num_processes) * images_per_prompt
+    for start in range(0, most, batch):  # as often on every process, for they wait together
         chunk = pairs[start : start + batch]
         texts = [prompts[p].text for p, _ in chunk]
-        seeds = [derive_seed("evaluate", p, m) for p, m in chunk]
-        with accelerator.autocast():
-            images = policy.decode(policy.rollout(texts, seeds).tokens)
-        try:
-            answer = client.submit(images, texts, [prompts[p].metadata for p, _ in chunk]).result()
-        except RewardError as error:
-            failure = error
-            break
-        scores, valid = columns(answer, weights)
-        kept = [(pair, images[i]) for i, pair in enumerate(chunk) if pair[0] in shown]
-        parts.append({"pairs": chunk, "scores": scores, "valid": valid, "images": kept})
-    failures = [text for text in gather_object([failure and str(failure)]) if text is not None]
-    if failures:  # known to all processes, so that none waits for another
-        raise failure or RewardError(failures[0])
+        job: Future[RewardScores] | None = None
+        if chunk:
+            with accelerator.autocast():
+                images = policy.decode(policy.rollout(texts, [derive_seed("evaluate", p, m) for p, m in chunk]).tokens)
+            job = client.submit(images, texts, [prompts[p].metadata for p, _ in chunk])
+        wait_for_scores(accelerator, job, stop)
+        error = None if job is None else job.exception()
+        if error is not None and not isinstance(error, RewardError):
+            raise error
+        failures = [text for text in gather_object([error and str(error)]) if text is not None]
+        if failures:  # known to all processes, so that none waits for another
+            raise error or RewardError(failures[0])
+        if job is not None:
+            scores, valid = columns(job.result(), weights)
+            kept = [(pair, images[i]) for i, pair in enumerate(chunk) if pair[0] in shown]
+            reason = job.result().reason
+            parts.append({"pairs": chunk, "scores": scores, "valid": valid, "images": kept, "reason": reason})
     gathered: list[dict[str, Any]] = gather_object(parts)
     shape = (len(prompts), images_per_prompt)
     result = Evaluation([p.text for p in prompts], {}, {})
@@ -181,6 +186,9 @@ def evaluate(
         for name, values in part["scores"].items():
             result.scores.setdefault(name, np.zeros(shape))[rows, cols] = values
             result.valid.setdefault(name, np.zeros(shape, bool))[rows, cols] = part["valid"][name]
+    if not result.valid[TOTAL].any():
+        reason = next((part["reason"] for part in gathered if part["reason"] is not None), None)
+        raise RewardError(f"none of the {result.valid[TOTAL].size} held-out images got a score: {reason}")
     if not shown:
         return result
     images = np.stack([np.stack([pictures[p, m] for m in range(images_per_prompt)]) for p in shown])

@@ -41,10 +41,11 @@ def launch(config: Config, stop: Callable[[], bool]) -> None:
                 run.folder.write_json("versions.json", {k: v for k, v in run.manifest.items() if k != "settings"})
                 print(f"{root[0]}: {accelerator.num_processes} process(es), {accelerator.device}", file=sys.stderr)
             accelerator.init_trackers(config.report.project, config=flat(run.manifest["settings"]))
-            train(run)
+            finished = train(run)
             if run.folder is not None:
                 facts = {key: run.manifest[key] for key in ("rewards", "base_checkpoint", "versions")}
-                print(headline(run.folder.finish(config.report.sheet_prompts, facts), config.train.steps, root[0]))
+                summary = run.folder.finish(config.report.sheet_prompts, facts)
+                print(headline(summary, None if finished else config.train.steps, root[0]))
     finally:
         accelerator.end_training()
 
@@ -149,11 +150,11 @@ def flat(settings: dict[str, Any], prefix: str = "") -> dict[str, str]:
     return found
 
 
-def headline(summary: dict[str, Any], steps: int, root: Path) -> str:
-    """The end of the run in a few lines."""
+def headline(summary: dict[str, Any], stopped_before: int | None, root: Path) -> str:
+    """The end of the run in a few lines; ``stopped_before``: the steps it was to make, if it was stopped."""
     lines = [f"{summary['steps']} steps, {summary['seconds_waiting_for_rewards']:.1f} s waiting for rewards"]
-    if summary["steps"] < steps:
-        lines = [f"stopped after {summary['steps']} of {steps} steps; --resume auto goes on from there"]
+    if stopped_before is not None:
+        lines = [f"stopped after {summary['steps']} of {stopped_before} steps; --resume auto goes on from there"]
     if TOTAL in summary["heldout"]:
         before, after, change = (Interval(**summary["heldout"][TOTAL][k]) for k in ("before", "after", "difference"))
         lines.append(f"held-out reward {before.text()} -> {after.text()}; paired difference {change.text()} (95 %)")

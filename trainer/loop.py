@@ -36,11 +36,13 @@ from trainer.algorithm.types import Gaussian, Trajectory
 from trainer.config import Config, UserError
 from trainer.diagnostics import measure_signal
 from trainer.evaluate import TOTAL, Flags, Floats, evaluate, share, spread
+from trainer.metrics import Totals, reward_metrics
 from trainer.policies.base import Policy
 from trainer.prompts import Prompt
 from trainer.report import RunFolder
 from trainer.rewards import RewardError
 from trainer.rollout import Rollout, Sampler
+from trainer.together import Stopped, agree, wait_for_scores
 
 logger = logging.getLogger(__name__)
 SHOWN = ("reward/mean", "kl", "grad_norm", "images_per_s", "time/wait_s")
@@ -82,19 +84,31 @@ class Run:
     saved_at: int | None = None
 
 
-def train(run: Run) -> None:
-    """Train from ``run.step`` to ``train.steps``, or until the user asks to stop.
+def train(run: Run) -> bool:
+    """Train from ``run.step`` to ``train.steps``, or until the user asks to stop; returns whether it got to the end.
 
-    Raises UserError when training cannot go on (missing scores with ``on_missing: stop``, a gradient that is not
-    finite) and RewardError when the reward server stays away; where the state is whole it is saved first.
+    Raises UserError when training cannot go on (no scores, missing ones with ``on_missing: stop``, a gradient that is
+    not finite) and RewardError when the reward server stays away; where the state is whole it is saved first.
     """
+    try:
+        take_steps(run)
+    except Stopped:
+        save(run)
+        return False
+    if run.saved_at != run.step:
+        save(run)
+    return run.step >= run.config.train.steps
+
+
+def take_steps(run: Run) -> None:
+    """The steps and evaluations that are left. Raises Stopped if the user asks to while scores are waited for."""
     config = run.config
     steps, depth = config.train.steps, config.train.depth
     if run.evaluated_at is None:
         evaluate_heldout(run)
     bar = tqdm(total=steps, initial=run.step, desc="train", unit="step", disable=run.folder is None, mininterval=0.5)
     with bar:
-        while run.step < steps and not agree(run, run.stop()):
+        while run.step < steps and not agree(run.accelerator, run.stop()):
             started = time.monotonic()
             while len(run.pending) <= depth and run.step + len(run.pending) < steps:
                 run.pending.append(run.sampler.sample(run.step + len(run.pending)))
@@ -107,7 +121,7 @@ def train(run: Run) -> None:
             note_revisions(run, rollout)
             advantages = global_advantages(config, scores, valid)
             if due(run.step, config.report.snr_every) or run.step == 0:
-                log_signal(run, rollout, advantages)
+                log_signal(run, rollout, advantages, bar)
             measured = time.monotonic()
             stats = update(run, rollout, advantages)
             run.pending.popleft()
@@ -132,35 +146,40 @@ def train(run: Run) -> None:
                 save(run)
     if run.step == steps and run.evaluated_at != run.step:
         evaluate_heldout(run)
-    if run.saved_at != run.step:
-        save(run)
 
 
 def receive(run: Run, rollout: Rollout) -> tuple[dict[str, Floats], dict[str, Flags]]:
     """The scores of the global batch, by name, on every process.
 
     When a process cannot have its scores, all of them save and stop together: the rollout is still pending then.
+    Raises Stopped if the user asks to stop meanwhile.
     """
-    weights, failure = run.config.reward.names, None
+    if rollout.scores is None:
+        wait_for_scores(run.accelerator, rollout.job, run.stop)
+    local: tuple[dict[str, Floats], dict[str, Flags]] = ({}, {})
+    failure: RewardError | None = None
     try:
-        local = rollout.collect(weights)
+        local = rollout.collect(run.config.reward.names)
     except RewardError as error:
-        local, failure = ({}, {}), error
-    if agree(run, failure is not None):
+        failure = error
+    parts = gather_object([(*local, failure and str(failure), rollout.reason)])
+    failures = [text for _, _, text, _ in parts if text is not None]
+    if failures:
         save(run)
-        raise failure or UserError("another process could not get its scores; see its message")
-    parts = gather_object([local])
+        raise failure or RewardError(failures[0])
     names = list(dict.fromkeys(name for part in parts for name in part[0]))
     size = len(rollout.seeds)  # sub-scores that one process did not get are missing there
     nothing = np.zeros(size), np.zeros(size, dtype=bool)
     scores = {name: np.concatenate([part[0].get(name, nothing[0]) for part in parts]) for name in names}
     valid = {name: np.concatenate([part[1].get(name, nothing[1]) for part in parts]) for name in names}
-    missing = int((~valid[TOTAL]).sum())
-    if missing and run.config.reward.on_missing == "stop":
+    images, missing = len(valid[TOTAL]), int((~valid[TOTAL]).sum())
+    rollout.reason = next((reason for *_, reason in parts if reason is not None), None)
+    if missing == images or (missing and run.config.reward.on_missing == "stop"):
         save(run)
+        because = "there is nothing to learn from" if missing == images else "reward.on_missing is stop"
         raise UserError(
-            f"{missing} of {len(valid[TOTAL])} images of step {rollout.index} got no score, and reward.on_missing is "
-            f"stop: {rollout.reason or 'see the other processes'}"
+            f"{missing} of {images} images of step {rollout.index} got no score, and {because}: {rollout.reason}; "
+            "--resume auto scores them again"
         )
     return scores, valid
 
@@ -272,50 +291,12 @@ def optimizer_step(run: Run) -> float:
     return norm
 
 
-class Totals:
-    """Sums of one update's statistics, kept on the device until the update is done."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.sums = torch.zeros(5, dtype=torch.float64, device=device)
-        self.ratio_max = torch.zeros(1, device=device)
-
-    def add(self, result: Any) -> None:
-        rows = result.policy_rows
-        parts = [result.policy, result.kl, result.ratio_mean * rows, result.clip_fraction * rows]
-        self.sums += torch.stack([*(p.double() for p in parts), torch.tensor(rows, device=self.sums.device).double()])
-        self.ratio_max = torch.maximum(self.ratio_max, result.ratio_max.reshape(1).to(self.ratio_max))
-
-    def metrics(self, accelerator: Accelerator) -> dict[str, Any]:
-        policy, kl, ratio, clipped, rows = accelerator.reduce(self.sums, "sum").tolist()
-        largest = float(accelerator.gather(self.ratio_max).max())
-        return {
-            "policy_term": policy,
-            "kl": kl,
-            "ratio_mean": ratio / rows if rows else None,
-            "ratio_max": largest if rows else None,
-            "clip_fraction": clipped / rows if rows else None,
-            "transitions": int(rows),
-        }
-
-
 def global_counts(run: Run, rollout: Rollout, signal_B: Tensor) -> dict[int, Counts]:
     """Each AR step's denominators over all processes."""
     local = [counts(rollout.trajectory, k, run.sampler.objective, signal_B) for k in rollout.ar_steps]
     pairs = torch.tensor([[c.policy, c.kl] for c in local], dtype=torch.int64, device=run.accelerator.device)
     summed = run.accelerator.reduce(pairs, "sum").tolist()
     return {k: Counts(*row) for k, row in zip(rollout.ar_steps, summed, strict=True)}
-
-
-def reward_metrics(scores: dict[str, Floats], valid: dict[str, Flags]) -> dict[str, Any]:
-    """Mean and standard deviation of each score over the images that have it, and how many have none."""
-    metrics: dict[str, Any] = {}
-    for name, values in scores.items():
-        seen = values[valid[name]]
-        prefix = TOTAL if name == TOTAL else f"{TOTAL}/{name}"
-        metrics[f"{prefix}/mean"] = float(seen.mean()) if len(seen) else None
-        metrics[f"{prefix}/std"] = float(seen.std()) if len(seen) else None
-    metrics["missing"] = int((~valid[TOTAL]).sum())
-    return metrics
 
 
 def log_step(run: Run, stats: dict[str, Any], bar: Any) -> None:
@@ -332,11 +313,13 @@ def log_step(run: Run, stats: dict[str, Any], bar: Any) -> None:
         )
 
 
-def log_signal(run: Run, rollout: Rollout, advantages: Advantages) -> None:
+def log_signal(run: Run, rollout: Rollout, advantages: Advantages, bar: Any) -> None:
     """Measure the gradient's signal-to-noise per diffusion step and log it."""
     if run.config.report.snr_groups == 0:
         return
+    bar.set_description("measuring the gradient's signal-to-noise")  # longer than a step: do not look stuck
     measured = measure_signal(run.sampler, rollout, advantages, run.parameters)
+    bar.set_description("train")
     if run.folder is not None and measured is not None:
         run.folder.signal.append(run.step, measured)
 
@@ -356,6 +339,7 @@ def evaluate_heldout(run: Run) -> None:
             accelerator=run.accelerator,
             batch=run.config.train.rollout_batch,
             shown=shown,
+            stop=run.stop,
         )
     except RewardError:
         save(run)
@@ -387,12 +371,6 @@ def training_states(run: Run) -> dict[str, checkpoints.Stateful]:
     """What is restored beside the policy's weights."""
     states: dict[str, checkpoints.Stateful] = {"optimizer": run.optimizer, "scheduler": run.scheduler}
     return states | ({"scaler": run.accelerator.scaler} if run.accelerator.scaler is not None else {})
-
-
-def agree(run: Run, flag: bool) -> bool:
-    """Whether any process raised its flag, so that all of them act alike."""
-    flags = torch.tensor([float(flag)], device=run.accelerator.device)
-    return float(run.accelerator.reduce(flags, "sum")) > 0
 
 
 def due(step: int, every: int) -> bool:

@@ -84,6 +84,11 @@ class RewardScores:
     away_s: float
     """The part of it in which the server was away or busy"""
 
+    @property
+    def reason(self) -> str | None:
+        """Why the first image without a score has none; None if all have one."""
+        return next((r for reasons in self.reasons.values() for r in reasons if r is not None), None)
+
 
 class RewardClient:
     """Client of one reward server; use as a context manager or call :meth:`close`."""
@@ -286,7 +291,7 @@ class RewardClient:
         # a reward that was served before and is not now: a server that is starting again
         if status == 429 or status >= 500 or (status == 404 and self._served):
             return False
-        raise RewardRefused(f"{self.url} answered {status}: {self._message(response)}", status)
+        raise RewardRefused(f"{self.url} {self._message(response)}", status)
 
     def _away(self, reason: str, limit: float) -> None:
         """Note an outage; say so once."""
@@ -311,18 +316,26 @@ class RewardClient:
 
     @staticmethod
     def _message(response: httpx.Response) -> str:
-        """The server's own words, or the start of whatever else answered."""
+        """What the server answered, in its own words if it is a reward server."""
         try:
             error = parse_model(ErrorResponse, response.content, "error").error
         except ContractError:
-            return f"HTTP {response.status_code} {response.text[:200]!r}, which is not from a reward server"
-        return f"{error.message} (at {error.where})" if error.where else error.message
+            return _no_reward_server(response)
+        where = f" (at {error.where})" if error.where else ""
+        return f"answered {response.status_code}: {error.message}{where}"
 
     def _parse(self, model: type[M], response: httpx.Response) -> M:
         try:
             return parse_model(model, response.content, "answer")
         except ContractError as error:
+            if not response.headers.get("Content-Type", "").startswith("application/json"):
+                raise RewardError(f"{self.url} {_no_reward_server(response)}") from error
             raise RewardError(f"{self.url} answered what this client cannot read: {error.where}: {error}") from error
+
+
+def _no_reward_server(response: httpx.Response) -> str:
+    kind = response.headers.get("Content-Type", "no content type")
+    return f"does not answer like a reward server (HTTP {response.status_code}, {kind})"
 
 
 def _pieces(body: Sequence[bytes | memoryview]) -> Iterator[bytes | memoryview]:

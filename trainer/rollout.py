@@ -180,7 +180,7 @@ class Rollout:
             answer = self.job.result()
             self.scores = columns(answer, weights)
             self.revisions = answer.revisions
-            self.reason = next((r for reasons in answer.reasons.values() for r in reasons if r is not None), None)
+            self.reason = answer.reason
         return self.scores
 
     def pending(self, weights: dict[str, float]) -> Pending:

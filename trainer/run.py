@@ -7,6 +7,7 @@ several processes.
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -37,12 +38,19 @@ def main(argv: list[str] | None = None) -> int:
         with stop_requests() as stop:
             launch(config, stop)
     except (UserError, *SHOWN_ERRORS) as error:
-        print(f"{PROG}: error: {error}", file=sys.stderr)
+        if is_main():  # all processes make the same mistake
+            print(f"{PROG}: error: {error}", file=sys.stderr, flush=True)
         return 2
     except KeyboardInterrupt:
-        print(f"{PROG}: stopped at once; --resume auto goes on from the last checkpoint", file=sys.stderr)
+        if is_main():
+            print(f"{PROG}: stopped at once; --resume auto goes on from the last checkpoint", file=sys.stderr)
         return 130
     return 0
+
+
+def is_main() -> bool:
+    """Whether this is the process that talks to the user: the first, if a launcher started several."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 @contextmanager
@@ -54,7 +62,9 @@ def stop_requests() -> Iterator[Callable[[], bool]]:
         if asked:
             raise KeyboardInterrupt
         asked.append(number)
-        print("\nstopping after this step, with a checkpoint; once more to stop at once", file=sys.stderr)
+        if is_main():
+            when = "after this step, or now if it waits for scores, with a checkpoint"
+            print(f"\nstopping {when}; once more to stop at once", file=sys.stderr)
 
     before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -28,9 +28,12 @@ class Server:
         self.requests = []
         self.revision = "1"
         self.away = False
+        self.refused = 0  # requests while away
+        self.patience = 0.2  # of its clients, seconds
 
     def __call__(self, request):
         if self.away:
+            self.refused += 1
             raise httpx.ConnectError("connection refused")
         if request.method == "GET":
             names = ["null", "shapes"]
@@ -49,9 +52,9 @@ class Server:
         answer = ScoreResponse(id=wanted.id, state="done", results=dict.fromkeys(wanted.rewards, result))
         return httpx.Response(200, content=answer.model_dump_json())
 
-    def client(self, rewards=("shapes",), give_up_after_s=0.2):
+    def client(self, rewards=("shapes",)):
         transport = httpx.MockTransport(self)
-        return RewardClient("http://test", None, rewards, give_up_after_s=give_up_after_s, transport=transport)
+        return RewardClient("http://test", None, rewards, give_up_after_s=self.patience, transport=transport)
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """The training step on a tiny policy: what moves, what is counted, what happens when scores do not come."""
 
 import math
+import time
 
 import numpy as np
 import pytest
@@ -11,8 +12,9 @@ from trainer.checkpoints import CheckpointError
 from trainer.config import UserError
 from trainer.diagnostics import group_gradient
 from trainer.loop import global_advantages, optimizer_step, receive, train, update
+from trainer.metrics import reward_metrics
 from trainer.policies.small import SmallPolicy
-from trainer.rewards import RewardServerLost
+from trainer.rewards import RewardError, RewardServerLost
 
 
 def metrics(run):
@@ -122,13 +124,49 @@ def test_missing_scores_are_dropped_and_counted(make_run, server):
     assert math.isfinite(line["grad_norm"])
 
 
-def test_no_scores_at_all_are_null_not_zero(make_run, server):
+def test_a_mean_of_no_scores_is_null_not_zero():
+    found = reward_metrics({"reward": np.zeros(3)}, {"reward": np.zeros(3, dtype=bool)})
+    assert found == {"reward/mean": None, "reward/std": None, "missing": 3}
+
+
+def test_a_batch_without_any_score_stops_the_run(make_run, server):
+    server.score = lambda image, prompt: None if len(server.requests) == 2 else image.mean() / 255
+    run = make_run()
+    with pytest.raises(UserError, match=r"12 of 12 images of step 1 got no score.*nothing to learn.*judge is asleep"):
+        train(run)
+    assert checkpoints.latest(run.checkpoints).name == "step-00000001"
+    resumed = make_run(checkpoint={"resume": "auto"})
+    assert (resumed.step, len(resumed.pending)) == (1, 1)
+    assert train(resumed)
+    assert [line["step"] for line in metrics(resumed)] == [1, 2, 3]
+
+
+def test_an_evaluation_without_any_score_stops_the_run(make_run, server):
     server.score = lambda image, prompt: None
-    run = make_run(train={"steps": 1}, algorithm={"kl_beta": 0.0})
-    train(run)
-    (line,) = metrics(run)
-    assert line["reward/mean"] is None
-    assert line["missing"] == 12
+    run = make_run(evaluate={"prompts": 2})
+    with pytest.raises(RewardError, match="none of the 4 held-out images got a score: the judge is asleep"):
+        train(run)
+    assert checkpoints.latest(run.checkpoints).name == "step-00000000"
+    assert run.folder.evaluations.read() == []
+
+
+@pytest.mark.parametrize("evaluated", [0, 2])
+def test_stopping_while_the_server_is_away_does_not_wait_for_it(make_run, server, evaluated):
+    settings = {"evaluate": {"prompts": evaluated}}
+    whole = make_run(report={"run_dir": make_run().config.report.run_dir.with_name("whole")}, **settings)
+    assert train(whole)
+    server.patience = 600
+    run = make_run(stop=lambda: server.refused > 0, **settings)
+    server.away = True
+    started = time.monotonic()
+    assert not train(run)
+    assert time.monotonic() - started < 5
+    server.away = False
+    resumed = make_run(checkpoint={"resume": "auto"}, **settings)
+    assert (resumed.step, len(resumed.pending)) == (0, 0 if evaluated else 1)
+    assert train(resumed)
+    assert lasting(metrics(resumed)) == lasting(metrics(whole))
+    assert [line["step"] for line in resumed.folder.evaluations.read()] == ([0, 3] if evaluated else [])
 
 
 def test_missing_scores_can_stop_the_run(make_run, server):

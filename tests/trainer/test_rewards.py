@@ -198,9 +198,21 @@ def test_a_reward_that_was_served_before_is_waited_for(client):
         (answer("cancelled"), "was cancelled"),
         (answer(), "has no result of 'a' for 2 images"),
         (answer(a=result((1.0,), (None,))), "has 1 scores of 'a' for 2 images"),
-        (httpx.Response(200, text="<html>"), "answered what this client cannot read"),
+        (httpx.Response(200, html="<p>"), r"like a reward server \(HTTP 200, text/html; charset=utf-8\)$"),
+        (
+            httpx.Response(404, html="<p>"),
+            r"^http://server:1 does not answer like a reward server \(HTTP 404, text/html",
+        ),
+        (httpx.Response(200, json=[]), "answered what this client cannot read"),
         (answer(a=result((None, 1.0))), "answered what this client cannot read"),
-        (httpx.Response(200, text='{"id": "x", "state": "done", "results": {"a": NaN}}'), "cannot read"),
+        (
+            httpx.Response(
+                200,
+                text='{"id": "x", "state": "done", "results": {"a": NaN}}',
+                headers={"Content-Type": "application/json"},
+            ),
+            "cannot read",
+        ),
     ],
 )
 def test_an_answer_that_is_no_score_is_an_error(client, reply, message):
