@@ -21,7 +21,7 @@ import httpx
 from pydantic import Field, field_validator
 
 from reward_server.contract import ContractError, ErrorResponse, JobState, RewardList, ScoreResponse, parse_model
-from reward_server.embedded import EmbeddedServer, EmbeddedServerError
+from reward_server.embedded import EmbeddedServer, EmbeddedServerError, EmbeddedServerMistake
 from reward_server.options import load
 from reward_server.settings import ACCESS, ENV_PREFIX, Access, GatewaySettings, ServerSettings, WorkerSettings
 
@@ -104,22 +104,25 @@ def up(argv: Sequence[str]) -> int:
     signal.signal(signal.SIGTERM, stop)
     try:
         with EmbeddedServer(settings, open_access=True) as server:
-            print(json.dumps({"url": server.url, "rewards": list(settings.rewards)}), flush=True)
-            print(_how_to_use(server, settings), file=sys.stderr, flush=True)
+            print(json.dumps({"url": server.url, "rewards": list(server.names.values())}), flush=True)
+            print(_how_to_use(server), file=sys.stderr, flush=True)
             server.wait()
             server.check()
+    except EmbeddedServerMistake as error:
+        raise CommandError(str(error)) from error
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
     return 0
 
 
-def _how_to_use(server: EmbeddedServer, settings: ServerSettings) -> str:
+def _how_to_use(server: EmbeddedServer) -> str:
     header = ' -H "Authorization: Bearer $REWARD_SERVER_TOKEN"' if server.token else ""
-    names = ",".join(settings.rewards)
+    variable = "TRAINER_REWARD__TOKEN=<the token> " if server.token else ""
+    names = ",".join(server.names.values())
     return (
         f"Reward server at {server.url} serves {names}. Ctrl-C stops it. From another terminal:\n"
         f'  curl{header} -F image=@image.png -F prompt="a red circle" -F reward={names} {server.url}/v1/score\n'
-        f"  python trainer/run.py --config configs/train/small.yaml --reward-url {server.url}"
+        f"  {variable}python trainer/run.py --config configs/train/small.yaml --reward-url {server.url}"
     )
 
 

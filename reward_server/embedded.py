@@ -35,6 +35,10 @@ class EmbeddedServerError(RuntimeError):
     """The server could not start, or went down for good; the message holds the last lines of the log at fault."""
 
 
+class EmbeddedServerMistake(EmbeddedServerError):  # noqa: N818
+    """It could not start with these settings: an unknown reward, a port in use ...; the message says what to change."""
+
+
 def available_cores() -> int:
     """CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -48,6 +52,8 @@ class EmbeddedServer:
         token: bearer token; random when the settings have none, unless ``open_access``.
         names: the name that requests use for each key of ``settings.rewards`` (``module:Class`` -> the class's
             ``name``); empty before the server is ready.
+        given_up: why, for each key of ``settings.rewards`` that is no longer served, since its workers crashed again
+            and again; the other rewards are.
         failure: why the server went down for good, or None. Crashed processes are started again before that.
         trainer_threads: CPU threads that the server's models leave to this process, at least 1.
     """
@@ -67,7 +73,9 @@ class EmbeddedServer:
         self.token = self.settings.bearer_token()
         if self.token is None and not open_access:
             self.token = secrets.token_urlsafe(24)
+        self.given_up: dict[str, str] = {}
         self.failure: str | None = None
+        self._mistake = False
         self._folders: list[str] = []
         self._process: subprocess.Popen[str] | None = None
         self._events: threading.Thread | None = None
@@ -83,6 +91,7 @@ class EmbeddedServer:
         """Start everything, and return when every worker is ready.
 
         Raises:
+            EmbeddedServerMistake: a setting is at fault.
             EmbeddedServerError: a process could not start, or it took longer than ``start_timeout_s``.
         """
         environment = {key: value for key, value in os.environ.items() if not key.startswith(ENV_PREFIX)}
@@ -117,10 +126,12 @@ class EmbeddedServer:
     def check(self) -> None:
         """
         Raises:
-            EmbeddedServerError: the server is down for good.
+            EmbeddedServerError: the server is down for good, or has given up one of its rewards.
         """
         if self.failure is not None:
-            raise EmbeddedServerError(self.failure)
+            raise (EmbeddedServerMistake if self._mistake else EmbeddedServerError)(self.failure)
+        for message in self.given_up.values():
+            raise EmbeddedServerError(f"reward server: {message}")
 
     def wait(self) -> None:
         """Block until the server is down for good (see ``failure``)."""
@@ -162,8 +173,14 @@ class EmbeddedServer:
                 self._ready.set()
             elif event["event"] == "restarted":
                 log.warning("reward server: %s", event["message"])
+            elif event["event"] == "given_up":
+                if event["reward"]:
+                    self.given_up[event["reward"]] = event["message"]
+                log.error("reward server: %s", event["message"])
             else:
-                self.failure = f"the reward server is down: {event['message']}"
+                self._mistake = event["mistake"]
+                problem = "cannot start" if self._mistake else "is down"
+                self.failure = f"the reward server {problem}: {event['message']}"
         if self.failure is None and self._process is not None:  # nobody asked for it
             self.failure = "the reward server is down: its supervisor ended unexpectedly"
         if self.failure is not None and self._ready.is_set():

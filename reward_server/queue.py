@@ -353,6 +353,11 @@ class WorkQueue:
         self._cursor = reply[0]
         return [_part(*entry) for entry in reply[1] if entry[1]]
 
+    def unfinished(self, count: int) -> list[Part]:
+        """The ``count`` oldest parts without a result, whoever holds them."""
+        entries: Any = self.client.xrange(self._stream, count=count)
+        return [_part(*entry) for entry in entries]
+
     def begin(self, part: Part) -> Task | None:
         """Count this delivery; None if nobody waits for the part any more (it is dropped)."""
         reply = self._run(self._begin, part.entry, part.job, part.start, part.stop)

@@ -6,11 +6,13 @@ environment), starts Redis, the gateway and the workers, and writes events to st
     {"event": "started", "folders": ["/tmp/..."]}    private folders, removed at the end
     {"event": "ready", "url": "http://127.0.0.1:40001", "names": {"module:Class": "name that requests use"}}
     {"event": "restarted", "message": "..."}
-    {"event": "failed", "message": "..."}            the last one: everything comes down
+    {"event": "given_up", "message": "...", "reward": "module:Class"}    reward "": other workers go on serving it
+    {"event": "failed", "message": "...", "mistake": false}    the last one: everything comes down
 
 It ends when stdin ends or its parent is gone, however that died, or on SIGTERM. A child that crashes is started again
-after a pause, a limited number of times; a crash before everything was ready is a failure at once. On Linux the kernel
-kills the children if even this process is killed.
+after a pause, a limited number of times; then a worker is given up alone, while Redis, the gateway and the last worker
+take the server down. A crash before everything was ready is a failure at once; it is the user's mistake if the child
+says so. On Linux the kernel kills the children if even this process is killed.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, SecretStr
@@ -41,7 +43,7 @@ from reward_server.settings import ENV_PREFIX, GatewaySettings, ServerSettings, 
 if TYPE_CHECKING:
     from reward_server.roster import Roster
 
-Event = Mapping[str, str | list[str] | dict[str, str]]
+Event = Mapping[str, str | bool | list[str] | dict[str, str]]
 
 _TICK_S = 0.05
 _STOP_S = 2.5
@@ -52,7 +54,11 @@ _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS
 
 
 class SupervisorError(RuntimeError):
-    """The server cannot go on; the message says why."""
+    """The server cannot go on; the message says why, ``mistake`` whether settings of the user are at fault."""
+
+    def __init__(self, message: str, *, mistake: bool = False) -> None:
+        super().__init__(message)
+        self.mistake = mistake
 
 
 @dataclass
@@ -98,6 +104,8 @@ class Supervisor:
         self._url: str | None = None
         self._names: dict[str, str] = {}  # served name of each of the settings' rewards, once all are ready
         self._roster: Roster | None = None
+        self._pids: dict[str, set[int]] = {}  # of all workers so far, by key of the settings' rewards
+        self._to_retire: dict[str, str] = {}  # why, by key of the settings' rewards
         self._ready = False
         self._deadline = time.monotonic() + settings.start_timeout_s
 
@@ -134,17 +142,18 @@ class Supervisor:
         Raises:
             SupervisorError: one crashed too often, or before all were ready, or they took too long.
         """
-        for child in self._children:
+        for child in list(self._children):
             if child.process is None:
                 if time.monotonic() >= child.start_at:
                     self._spawn(child)
             elif child.process.poll() is not None:
                 self._crashed(child)
+        self._retire()
         if not self._ready and self._all_ready():
             self._ready = True
             self._emit({"event": "ready", "url": str(self._url), "names": self._names})
         if not self._ready and time.monotonic() > self._deadline:
-            tails = "\n".join(f"{child.log}:\n{_tail(child.log)}" for child in self._children)
+            tails = "\n".join(f"{child.log}:\n{_tail(child.log, 10)}" for child in self._children)
             raise SupervisorError(f"not ready after {self._settings.start_timeout_s:g} s\n{tails}")
 
     def stop(self) -> None:
@@ -200,25 +209,69 @@ class Supervisor:
                 process_group=0,
                 preexec_fn=_die_with_parent if sys.platform == "linux" else None,
             )
+        if child.reward is not None:
+            self._pids.setdefault(child.reward, set()).add(child.process.pid)
 
     def _crashed(self, child: _Child) -> None:
         """Note a child's end, and when to start it again."""
         assert child.process is not None
-        how = _how_it_ended(child.process.returncode)
+        code = child.process.returncode
+        how = _how_it_ended(code)
         _end([child])
-        tail = _tail(child.log)
         if not self._ready:
-            raise SupervisorError(f"{child.name} {how} at the start; the end of its log:\n{tail}")
+            self._failed_to_start(child, code)
         now = time.monotonic()
         while child.restarts and now - child.restarts[0] > self._settings.restart_window_s:
             child.restarts.popleft()
         if len(child.restarts) >= self._settings.max_restarts:
-            raise SupervisorError(f"{child.name} {how} after {len(child.restarts)} restarts; its log ends:\n{tail}")
+            self._give_up(child, how)
+            return
         pause = min(_PAUSE_S[0] * 2 ** len(child.restarts), _PAUSE_S[1])
         child.restarts.append(now)
         child.start_at = now + pause
-        message = f"{child.name} {how}; it starts again in {pause:g} s; the end of its log:\n{tail}"
+        message = f"{child.name} {how}; it starts again in {pause:g} s; its log ends:\n{_tail(child.log, 2)}"
         self._emit({"event": "restarted", "message": message})
+
+    def _failed_to_start(self, child: _Child, code: int) -> NoReturn:
+        """
+        Raises:
+            SupervisorError: in the child's own words if it says that the user made a mistake (exit code 2).
+        """
+        last = _tail(child.log, 1).strip()
+        mark = f"reward-server {child.command[-1]}: error: "
+        if code == 2 and last.startswith(mark):
+            traceback = "Traceback (most recent call last)" in child.log.read_text(encoding="utf-8", errors="replace")
+            kept = f"the traceback is in {child.log}" if self._settings.log_dir else "set log_dir to keep the traceback"
+            raise SupervisorError(last.removeprefix(mark) + (f" ({kept})" if traceback else ""), mistake=True)
+        how = _how_it_ended(code)
+        raise SupervisorError(f"{child.name} {how} at the start; the end of its log:\n{_tail(child.log, 10)}")
+
+    def _give_up(self, child: _Child, how: str) -> None:
+        """Go on without a worker that crashes again and again.
+
+        Raises:
+            SupervisorError: it is no worker, or the last one.
+        """
+        why = f"{child.name} {how} after {len(child.restarts)} restarts"
+        log = f"its log ends:\n{_tail(child.log, 10)}"
+        left = {other.reward for other in self._children if other is not child and other.reward is not None}
+        if child.reward is None or not left:
+            raise SupervisorError(f"{why}; {log}")
+        self._children.remove(child)
+        if child.reward in left:
+            gone, message = "", f"{why} and is given up; other workers go on serving {child.reward}; {log}"
+        else:
+            gone = child.reward
+            message = f"{why}: {gone} is given up and no longer served (still served: {', '.join(sorted(left))}); {log}"
+            self._to_retire[gone] = f"reward {self._names[gone]!r} was given up: {why}"
+        self._emit({"event": "given_up", "message": message, "reward": gone})
+
+    def _retire(self) -> None:
+        """Tell the queue which rewards were given up, as soon as Redis listens."""
+        assert self._roster is not None
+        for reward, why in list(self._to_retire.items()):
+            if self._roster.retire(self._names[reward], self._pids[reward], why):
+                del self._to_retire[reward]
 
     def _all_ready(self) -> bool:
         """Whether the gateway answers and every worker has given a sign of life."""
@@ -239,13 +292,8 @@ class Supervisor:
 
     def _all_named(self) -> bool:
         """Whether every worker has said by which name it serves its reward; then ``_names`` holds them."""
-        from redis.exceptions import RedisError
-
         assert self._roster is not None
-        try:
-            names = self._roster.names()
-        except RedisError:  # it has not come up yet
-            return False
+        names = self._roster.names()
         for child in self._children:
             if child.reward is not None:
                 if child.process is None or child.process.pid not in names:
@@ -302,7 +350,7 @@ def _how_it_ended(code: int) -> str:
     return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
 
 
-def _tail(log: Path, lines: int = 10) -> str:
+def _tail(log: Path, lines: int) -> str:
     if not log.is_file():
         return "  (empty)"
     last = log.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:]
@@ -337,7 +385,7 @@ def main() -> int:
                 break
             supervisor.tick()
     except SupervisorError as error:
-        emit({"event": "failed", "message": str(error)})
+        emit({"event": "failed", "message": str(error), "mistake": error.mistake})
         return 1
     finally:
         supervisor.stop()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
+import logging
 import pkgutil
 import re
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,8 @@ from pathlib import Path
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from reward_server.contract import NAME_PATTERN, Image
+
+log = logging.getLogger(__name__)
 
 _NOT_REWARDS = {"base"}
 
@@ -90,6 +93,8 @@ def load(name: str) -> Reward:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         raise RewardLoadError(f"reward {name!r} needs the package {error.name!r}, which is not installed") from error
+    except Exception as error:
+        raise _broken(f"{module_name} cannot be imported", error) from error
     model = getattr(module, class_name, None)
     if model is None:
         raise RewardLoadError(f"{module_name} has no class {class_name}")
@@ -107,7 +112,8 @@ def prepare(reward: Reward, device: str, options: Mapping[str, Any]) -> None:
     """Call ``setup`` with the options of the configuration.
 
     Raises:
-        RewardLoadError: an option that it does not know, or one missing; the message lists those it has.
+        RewardLoadError: an option that it does not know, or one missing (the message lists those it has); or ``setup``
+            itself failed.
     """
     signature = inspect.signature(reward.setup)
     try:
@@ -115,4 +121,13 @@ def prepare(reward: Reward, device: str, options: Mapping[str, Any]) -> None:
     except TypeError as error:
         known = ", ".join(name for name in signature.parameters if name != "device") or "none"
         raise RewardLoadError(f"options of reward {reward.name!r}: {error}; it has: {known}") from error
-    reward.setup(device, **options)
+    try:
+        reward.setup(device, **options)
+    except Exception as error:
+        raise _broken(f"reward {reward.name!r} cannot be set up", error) from error
+
+
+def _broken(what: str, error: Exception) -> RewardLoadError:
+    """The error for people, in one line; the traceback, for who wrote the reward, goes to the log."""
+    log.error("%s", what, exc_info=error)
+    return RewardLoadError(f"{what}: {type(error).__name__}: {' '.join(str(error).split())}")

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 
@@ -262,16 +263,9 @@ def test_up_serves_and_says_how_to_use_it(run, monkeypatch, image):
     assert json.loads(line)["rewards"] == ["shapes", "null"]
     assert {reward["name"]: reward["workers"] for reward in json.loads(rest)} == {"shapes": 1, "null": 1}
     assert "curl -F image=@image.png" in used["list"][2]
+    assert "TOKEN" not in used["list"][2]
     assert used["table"][1].splitlines()[0].split() == ["reward", "revision", "workers", "waiting", "needs"]
     assert used["score"][1].splitlines()[1].split() == [str(image), "1.0000", "0.0000"]
-
-
-def test_up_that_cannot_start_fails_with_the_reason(run):
-    before = signal.getsignal(signal.SIGTERM)
-    code, out, err = run("up", "--rewards", "nul", "--port", "0")
-    signal.signal(signal.SIGTERM, before)
-    assert (code, out) == (1, "")
-    assert "no reward 'nul'; did you mean 'null'?" in err
 
 
 def test_ctrl_c_ends_up_quietly():
@@ -301,3 +295,40 @@ def test_ctrl_c_ends_up_quietly():
     assert "Traceback" not in err
     assert "secret" not in err
     assert "$REWARD_SERVER_TOKEN" in err
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--rewards", "nul"], "the reward server cannot start: no reward 'nul'; did you mean 'null'?"),
+        (["--port", "{taken}"], "the reward server cannot start: cannot listen on 127.0.0.1:{taken}: "),
+        (["--host", "0.0.0.0"], "the reward server cannot start: host '0.0.0.0' can be reached from other machines"),
+    ],
+)
+def test_a_mistake_in_what_up_is_to_do_is_one_line_and_exit_code_2(run, argv, message):
+    before = signal.getsignal(signal.SIGTERM)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        taken = listener.getsockname()[1]
+        code, out, err = run("up", "--rewards", "null", "--port", "0", *(part.format(taken=taken) for part in argv))
+    signal.signal(signal.SIGTERM, before)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"reward-server up: error: {message.format(taken=taken)}")
+    assert err.count("\n") == 1
+
+
+def test_up_prints_the_names_that_requests_use_and_which_variables_hold_the_token(run, monkeypatch, plugin):
+    monkeypatch.setenv("REWARD_SERVER_TOKEN", "s3cret")
+
+    def use(server):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(EmbeddedServer, "wait", use)
+    before = signal.getsignal(signal.SIGTERM)
+    code, out, err = run("up", "--rewards", "plugged:Good,null", "--port", "0", "--log-level", "warning")
+    signal.signal(signal.SIGTERM, before)
+    assert code == 0
+    assert json.loads(out)["rewards"] == ["good-name", "null"]
+    assert "-F reward=good-name,null " in err
+    assert "  TRAINER_REWARD__TOKEN=<the token> python trainer/run.py " in err
+    assert "plugged:" not in err
+    assert "s3cret" not in err

@@ -13,7 +13,7 @@ import numpy as np
 import psutil
 import pytest
 
-from reward_server.embedded import EmbeddedServer, EmbeddedServerError, available_cores
+from reward_server.embedded import EmbeddedServer, EmbeddedServerError, EmbeddedServerMistake, available_cores
 from reward_server.settings import EmbeddedSettings, RewardSettings
 from trainer.rewards import RewardClient
 
@@ -111,7 +111,7 @@ if sys.platform == "linux":  # elsewhere no kernel ends orphans
 def test_a_reward_that_does_not_exist_is_a_clear_error_and_leaves_nothing(children, caplog):
     with (
         caplog.at_level(logging.ERROR),
-        pytest.raises(EmbeddedServerError, match="no reward 'nul'; did you mean 'null'"),
+        pytest.raises(EmbeddedServerMistake, match="cannot start: no reward 'nul'; did you mean 'null'"),
         EmbeddedServer(EmbeddedSettings(rewards={"nul": RewardSettings()})),
     ):
         pass
@@ -125,27 +125,36 @@ def test_cores_are_shared_out(monkeypatch):
     assert 1 <= available_cores() <= os.cpu_count()
 
 
-PLUGIN = """
-import os
-class Plugin:
-    revision, description, needs = "1", "", ()
-    def setup(self, device): ...
-class Good(Plugin):
-    name = "good-name"
-    def score(self, images, prompts, metadata): return [0.5] * len(images)
-"""
-
-
-@pytest.fixture
-def plugin(tmp_path, monkeypatch):
-    """A module ``plugged`` with rewards that the server's processes can import."""
-    (tmp_path / "plugged.py").write_text(PLUGIN)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-
-
 def test_names_say_what_requests_call_each_reward(plugin):
     settings = EmbeddedSettings(rewards="null,plugged:Good")
     server = EmbeddedServer(settings)
     assert server.names == {}
     with server:
         assert server.names == {"null": "null", "plugged:Good": "good-name"}
+
+
+def test_a_trainer_learns_soon_that_its_reward_was_given_up(plugin, caplog):
+    settings = EmbeddedSettings(rewards="null,plugged:Dies", max_restarts=0)
+    with EmbeddedServer(settings) as server, RewardClient(server.url, server.token, ["null", "dies"]) as client:
+        client.check()
+        client._while_away = server.check
+
+        def train():
+            while True:  # the first is null with a reason, those after it are refused
+                assert not client.submit(IMAGES, ["p"] * 3).result(30).valid["dies"].any()
+
+        with pytest.raises(EmbeddedServerError, match="plugged:Dies is given up and no longer served"):
+            train()
+        assert server.failure is None
+        assert list(server.given_up) == ["plugged:Dies"]
+        with RewardClient(server.url, server.token, ["null"]) as other:
+            assert other.submit(IMAGES, ["p"] * 3).result(30).valid["null"].all()
+    assert "plugged:Dies is given up" in caplog.text
+
+
+def test_a_server_whose_only_reward_is_given_up_is_down(plugin):
+    with EmbeddedServer(EmbeddedSettings(rewards="plugged:Dies", max_restarts=0)) as server:
+        client = RewardClient(server.url, server.token, ["dies"], while_away=server.check)
+        with client, pytest.raises(EmbeddedServerError, match="worker-plugged-Dies-0 exited with code 3"):
+            client.submit(IMAGES, ["p"] * 3).result(30)
+        assert server.failure is not None

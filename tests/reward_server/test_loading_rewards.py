@@ -20,6 +20,7 @@ class Half:
 @pytest.fixture
 def plugin(tmp_path, monkeypatch):
     (tmp_path / "my_rewards.py").write_text(PLUGIN)
+    (tmp_path / "broken.py").write_text("1 / 0")
     (tmp_path / "lacking.py").write_text("import a_package_nobody_has")
     monkeypatch.syspath_prepend(tmp_path)
     yield
@@ -49,6 +50,7 @@ def test_a_reward_of_another_package(plugin):
         ("../null", "available: "),
         ("nowhere:Model", "needs the package 'nowhere'"),
         ("lacking:Model", "needs the package 'a_package_nobody_has'"),
+        ("broken:Model", "broken cannot be imported: ZeroDivisionError: division by zero"),
         ("my_rewards:Missing", "my_rewards has no class Missing"),
         ("my_rewards:Half", "is not a reward: it lacks description, needs, setup, score"),
         ("my_rewards:BadName", "name is 'a/b'"),

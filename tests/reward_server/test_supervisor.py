@@ -1,16 +1,27 @@
 """What becomes of children that crash: real processes, supervised within the test's own process."""
 
+import io
 import os
 import signal
+import socket
 import time
+from dataclasses import replace
 
 import httpx
 import psutil
 import pytest
+import redis
+from PIL import Image
 
 from reward_server.options import load
+from reward_server.queue import WorkerInfo, WorkQueue
+from reward_server.roster import Roster
 from reward_server.settings import ENV_PREFIX, RewardSettings, ServerSettings, WorkerSettings
 from reward_server.supervisor import Supervisor, SupervisorError, environment_of
+
+PNG = io.BytesIO()
+Image.new("RGB", (8, 8)).save(PNG, "PNG")
+PNG = PNG.getvalue()
 
 
 @pytest.fixture
@@ -86,9 +97,7 @@ def test_a_crashed_child_starts_again_and_the_server_serves_as_before(supervise)
     os.kill(before, signal.SIGKILL)
     until(supervisor, lambda: len(events) == 2)
     assert events[1]["event"] == "restarted"
-    assert events[1]["message"].startswith(
-        f"{name} was killed by SIGKILL; it starts again in 0.2 s; the end of its log:"
-    )
+    assert events[1]["message"].startswith(f"{name} was killed by SIGKILL; it starts again in 0.2 s; its log ends:")
     until(supervisor, lambda: child(supervisor, name).process is not None)
     assert child(supervisor, name).process.pid != before
     headers = {"Authorization": "Bearer secret"}
@@ -124,11 +133,101 @@ def test_a_child_that_crashes_too_often_is_a_failure_but_old_restarts_are_forgot
 
 def test_a_child_that_cannot_start_fails_at_once_with_its_own_words(supervise):
     supervisor, events = supervise(rewards={"shape": RewardSettings()})
-    with pytest.raises(
-        SupervisorError, match=r"worker-shape-0 exited with code 2 at the start.*\n.*did you mean 'shapes'"
-    ):
+    with pytest.raises(SupervisorError, match=r"^no reward 'shape'; did you mean 'shapes'.*Class$") as failure:
         until(supervisor, lambda: False)
+    assert failure.value.mistake
     assert events == []
+
+
+def test_a_start_that_fails_otherwise_is_no_mistake_and_shows_the_log(supervise, plugin):
+    supervisor, _ = supervise(rewards={"plugged:DiesAtStart": RewardSettings()})
+    with pytest.raises(
+        SupervisorError, match=r"worker-plugged-DiesAtStart-0 exited with code 2 at the start.*\n  bye$"
+    ) as failure:
+        until(supervisor, lambda: False)
+    assert not failure.value.mistake
+
+
+def test_a_setup_that_raises_is_one_line_and_its_traceback_stays_in_the_log(supervise, plugin, tmp_path):
+    supervisor, _ = supervise(rewards={"plugged:NoWeights": RewardSettings()})
+    log = tmp_path / "logs" / "worker-plugged-NoWeights-0.log"
+    with pytest.raises(SupervisorError) as failure:
+        until(supervisor, lambda: False)
+    assert str(failure.value) == (
+        f"reward 'no-weights' cannot be set up: ValueError: weights are missing: w.pt (the traceback is in {log})"
+    )
+    assert failure.value.mistake
+    assert "Traceback (most recent call last)" in log.read_text()
+
+
+def test_a_reward_that_crashes_too_often_is_given_up_alone(supervise, plugin):
+    rewards = {"null": RewardSettings(), "plugged:Dies": RewardSettings(heartbeat_s=60, claim_idle_ms=200)}
+    supervisor, events = supervise(rewards=rewards, max_restarts=1, token="secret")
+    until(supervisor, lambda: events)
+    assert events[0]["names"]["plugged:Dies"] == "dies"
+    headers = {"Authorization": "Bearer secret"}
+    image = {"image": ("a.png", PNG)}
+    with httpx.Client(base_url=events[0]["url"], headers=headers, trust_env=False) as client:
+
+        def post(reward, wait):
+            return client.post("/v1/score", data={"prompt": "p", "reward": reward, "wait": wait}, files=image)
+
+        answer = post("null,dies", 0)
+        assert answer.status_code == 202
+        until(supervisor, lambda: events[-1]["event"] == "given_up")
+        assert [event["event"] for event in events] == ["ready", "restarted", "given_up"]
+        assert events[2]["reward"] == "plugged:Dies"
+        assert events[2]["message"].startswith(
+            "worker-plugged-Dies-0 exited with code 3 after 1 restarts: plugged:Dies is given up and no longer served "
+            "(still served: null); its log ends:\n"
+        )
+        assert events[2]["message"].endswith("\n  dying")
+        until(supervisor, lambda: not supervisor._to_retire)
+        job = client.get(f"/v1/jobs/{answer.json()['id']}", params={"wait": 10}).json()
+        assert job["state"] == "done"
+        assert job["results"]["null"]["scores"] == [1.0]
+        assert job["results"]["dies"]["scores"] == [None]
+        why = "reward 'dies' was given up: worker-plugged-Dies-0 exited with code 3 after 1 restarts"
+        assert job["results"]["dies"]["reasons"] == [why]
+        refused = post("dies", 0)
+        assert refused.status_code == 404
+        assert refused.json()["error"]["message"] == "no worker serves 'dies'; served: null"
+        assert [reward["name"] for reward in client.get("/v1/rewards").json()["rewards"]] == ["null"]
+        assert post("null", 10).json()["results"]["null"]["scores"] == [1.0]
+
+
+def test_one_worker_of_two_is_given_up_and_the_reward_is_still_served(supervise):
+    supervisor, events = supervise(rewards={"null": RewardSettings(workers=2)}, max_restarts=0)
+    until(supervisor, lambda: events)
+    os.kill(child(supervisor, "worker-null-1").process.pid, signal.SIGKILL)
+    until(supervisor, lambda: len(events) == 2)
+    assert (events[1]["event"], events[1]["reward"]) == ("given_up", "")
+    assert "other workers go on serving null" in events[1]["message"]
+    assert list(supervisor._roster.names()).count(child(supervisor, "worker-null-0").process.pid) == 1
+    os.kill(child(supervisor, "worker-null-0").process.pid, signal.SIGKILL)
+    with pytest.raises(SupervisorError, match="worker-null-0 was killed by SIGKILL after 0 restarts"):
+        until(supervisor, lambda: False)
+
+
+def test_a_reward_is_retired_once_redis_is_back_and_only_if_nobody_else_serves_it(own_redis):
+    with redis.Redis.from_url(own_redis.url, decode_responses=True) as client:
+        own = WorkerInfo("red", "r1", "", (), 4, 60.0, socket.gethostname(), 11)
+        queue = WorkQueue(client, "red", "ours", claim_idle_ms=1000)
+        queue.join()
+        queue.heartbeat(own)
+        WorkQueue(client, "red", "other", claim_idle_ms=1000).heartbeat(replace(own, host="elsewhere"))
+        roster = Roster(own_redis.url)
+        assert roster.names() == {11: "red"}
+        assert roster.retire("red", {11}, "crashed")
+        assert client.zscore("rs:served", "red")
+        client.zrem("rs:seen", "other")
+        assert roster.retire("red", {11}, "crashed")
+        assert client.zscore("rs:served", "red") is None
+        assert roster.names() == {}
+        own_redis.stop()
+        assert not roster.retire("red", {11}, "crashed")
+        assert roster.names() == {}
+        roster.close()
 
 
 def test_too_slow_a_start_is_a_failure_with_every_log(supervise):
