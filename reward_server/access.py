@@ -10,6 +10,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from reward_server.errors import ApiError
 
+_WHAT_TO_SET = (
+    "send this server's token in the header `Authorization: Bearer TOKEN` "
+    "(the reward-server command takes it from REWARD_SERVER_TOKEN, the trainer from TRAINER_REWARD__TOKEN)"
+)
 OPEN_PATHS = frozenset({"/healthz", "/readyz"})
 
 
@@ -25,7 +29,8 @@ class BearerAuth:
             given = dict(scope["headers"]).get(b"authorization", b"")
             if not hmac.compare_digest(given, self._expected):
                 headers = {"WWW-Authenticate": "Bearer"}
-                error = ApiError(401, "unauthorized", "a bearer token is needed", "header Authorization", headers)
+                problem = "the bearer token is wrong" if given else "a bearer token is needed, and none was sent"
+                error = ApiError(401, "unauthorized", f"{problem}: {_WHAT_TO_SET}", "header Authorization", headers)
                 await error.response()(scope, receive, send)
                 return
         await self._app(scope, receive, send)

@@ -35,6 +35,13 @@ class ClientSettings(Access):
     url: Annotated[str | None, ACCESS] = Field(default=None, description="reward server, http://host:port")
     json_output: bool = Field(default=False, description="print JSON instead of a table")
 
+    @field_validator("url")
+    @classmethod
+    def _with_scheme(cls, value: str | None) -> str | None:
+        if value is not None and not value.startswith(("http://", "https://")):
+            raise ValueError("an http:// or https:// URL is needed, such as http://127.0.0.1:8000")
+        return value
+
 
 class ScoreSettings(ClientSettings):
     """``reward-server score``"""
@@ -249,7 +256,8 @@ def _ask(client: httpx.Client, method: str, path: str, **content: Any) -> httpx.
     if response.is_success:
         return response
     try:
-        message = parse_model(ErrorResponse, response.content, "error").error.message
+        detail = parse_model(ErrorResponse, response.content, "error").error
+        message = f"{detail.message} (at {detail.where})" if detail.where else detail.message
     except ContractError:
         message = f"{response.text[:200]!r}, which is not from a reward server"
     raise CommandError(f"{client.base_url} answered {response.status_code}: {message}")

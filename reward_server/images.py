@@ -37,7 +37,8 @@ def decode_image(data: bytes, max_pixels: int) -> Image:
     except UnidentifiedImageError as error:
         raise ImageError(f"not a {', '.join(FORMATS)} file") from error
     except PillowImage.DecompressionBombError as error:
-        raise ImageError(str(error), too_large=True) from error
+        most = 2 * (PillowImage.MAX_IMAGE_PIXELS or 0)  # where Pillow refuses, which does not tell the size
+        raise ImageError(f"more than {most} pixels, at most {min(most, max_pixels)}", too_large=True) from error
     except Exception as error:  # Pillow's parsers raise many kinds
         raise ImageError(f"damaged: {error}") from error
     with picture:

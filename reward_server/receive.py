@@ -182,18 +182,26 @@ def _form_request(items: list[tuple[str, Any]]) -> tuple[list[UploadFile], Score
         raise ContractError("no image: curl -F image=@file.png", "form.image")
     if len(fields["prompt"]) != len(uploads):
         raise ContractError(f"{len(fields['prompt'])} prompts for {len(uploads)} images", "form.prompt")
-    rewards = [part.strip() for value in fields["reward"] for part in value.split(",")]
+    rewards = [name for value in fields["reward"] for part in value.split(",") if (name := part.strip())]
+    if not rewards:
+        raise ContractError("field reward is missing: curl -F reward=NAME, see GET /v1/rewards", "form.reward")
     body: dict[str, Any] = {"rewards": rewards, "prompts": fields["prompt"]}
-    try:
-        if fields["metadata"]:
+    if fields["metadata"]:
+        try:
             body["metadata"] = [json.loads(text) for text in fields["metadata"]]
-        if fields["wait"]:
+        except (ValueError, RecursionError) as error:
+            raise ContractError(f"must be a JSON object per image: {error}", "form.metadata") from error
+    if fields["wait"]:
+        try:
             body["wait"] = float(fields["wait"][-1])
-    except (ValueError, RecursionError) as error:
-        raise ContractError(f"metadata must be JSON objects, wait a number of seconds: {error}", "form") from error
+        except ValueError as error:
+            raise ContractError(f"must be a number of seconds, got {fields['wait'][-1]!r}", "form.wait") from error
     if fields["id"]:
         body["id"] = fields["id"][-1]
-    return uploads, parse_model(ScoreRequest, json.dumps(body), "form")
+    try:
+        return uploads, parse_model(ScoreRequest, json.dumps(body), "form")
+    except ContractError as error:  # the request's key is rewards, the form's field is reward
+        raise ContractError(str(error), error.where.replace("form.rewards", "form.reward")) from error
 
 
 def _decode_all(files: list[tuple[bytes, str]], limits: GatewayLimits) -> list[Image]:

@@ -178,7 +178,7 @@ class ServerSettings(Access):
         default=120.0, gt=0, description="longest time until all rewards are ready, seconds"
     )
     max_restarts: Annotated[int, PROCESSES] = Field(
-        default=5, ge=0, description="restarts of one worker within restart_window_s before giving up"
+        default=5, ge=0, description="restarts of one process within restart_window_s before it is given up"
     )
     restart_window_s: Annotated[float, PROCESSES] = Field(
         default=300.0, gt=0, description="time over which restarts are counted, seconds"

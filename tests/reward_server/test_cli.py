@@ -110,6 +110,8 @@ def test_help_lists_the_commands_and_each_command_all_its_settings(run):
         (["wroker"], "reward-server: error: no command 'wroker'; did you mean 'worker'? known: up, gateway, "),
         (["gateway", "--prt", "1"], "reward-server gateway: error: --prt: unknown setting 'prt'; did you mean 'port'?"),
         (["list", "--token-file", "nowhere"], "reward-server list: error: token_file nowhere cannot be read: "),
+        (["score", "a.png", "--url", "foo"], "reward-server score: error: --url: url is 'foo': an http:// or"),
+        (["list", "--url", "h:8000"], "reward-server list: error: --url: url is 'h:8000': an http:// or"),
         (["score", "nowhere.png"], "reward-server score: error: nowhere.png: no such file or folder"),
         (["score"], "reward-server score: error: no images: name files or folders, reward-server score IMAGES"),
         (["worker", "shape"], "reward-server worker: error: no reward 'shape'; did you mean 'shapes'?"),
@@ -226,6 +228,12 @@ def test_score_explains_what_does_not_fit(run, image, tmp_path, argv, message):
         (
             httpx.Response(404, json={"error": {"code": "unknown_reward", "message": "no worker serves 'shapes'"}}),
             "http://s answered 404: no worker serves 'shapes'",
+        ),
+        (
+            httpx.Response(
+                422, json={"error": {"code": "malformed", "message": "damaged", "where": "form.image b/a.png"}}
+            ),
+            "http://s answered 422: damaged (at form.image b/a.png)",
         ),
     ],
 )

@@ -246,10 +246,24 @@ def test_people_send_files(gateway, serve):
     [
         ([], {"prompt": "a"}, 422, "body", "multipart"),
         ([("image", png(1))], {"reward": "red"}, 422, "form.prompt", "0 prompts for 1 images"),
-        ([("image", png(1))], {"prompt": "a"}, 422, "form.rewards", "at least 1"),
+        ([("image", png(1))], {"prompt": "a"}, 422, "form.reward", "field reward is missing"),
+        ([("image", png(1))], {"prompt": "a", "reward": "red,red"}, 422, "form", "a reward is named twice"),
+        ([("image", png(1))], {"prompt": "a", "reward": "re/d"}, 422, "form.reward.0", "should match pattern"),
         ([("image", png(1))], {"prompt": "a", "reward": "red", "pormpt": "a"}, 422, "form.pormpt", "known are image"),
-        ([("image", png(1))], {"prompt": "a", "reward": "red", "wait": "soon"}, 422, "form", "number of seconds"),
-        ([("image", png(1))], {"prompt": "a", "reward": "red", "metadata": "{"}, 422, "form", "JSON objects"),
+        (
+            [("image", png(1))],
+            {"prompt": "a", "reward": "red", "wait": "soon"},
+            422,
+            "form.wait",
+            "must be a number of seconds, got 'soon'",
+        ),
+        (
+            [("image", png(1))],
+            {"prompt": "a", "reward": "red", "metadata": "{"},
+            422,
+            "form.metadata",
+            "must be a JSON object per image",
+        ),
         ([("image", png(1))], {"prompt": "a", "reward": "red", "metadata": "3"}, 422, "form.metadata.0", "an object"),
         ([("prompt", png(1))], {"reward": "red"}, 422, "form.prompt", "expected text"),
         ([("image", ("x.png", b"nonsense"))], {"prompt": "a", "reward": "red"}, 422, "form.image x.png", "not a PNG"),
@@ -339,6 +353,14 @@ def test_a_token_guards_all_but_health(redis_url, start_gateway, tmp_path, serve
             assert error(reply, 401)["code"] == "unauthorized"
             assert reply.headers["WWW-Authenticate"] == "Bearer"
     assert error(send(client, red_images(1)), 401)["where"] == "header Authorization"
+    none = error(client.get("/v1/rewards"), 401)["message"]
+    wrong = error(client.get("/v1/rewards", headers={"Authorization": "Bearer wrong"}), 401)["message"]
+    assert none.startswith("a bearer token is needed, and none was sent: ")
+    assert wrong.startswith("the bearer token is wrong: ")
+    for message in (none, wrong):
+        assert "REWARD_SERVER_TOKEN" in message
+        assert "TRAINER_REWARD__TOKEN" in message
+        assert "s3cret" not in message
     assert client.get("/healthz").status_code == client.get("/readyz").status_code == 200
     client.headers["Authorization"] = "Bearer s3cret"
     assert send(client, red_images(7)).json()["results"]["red"]["scores"] == [7]
