@@ -16,6 +16,7 @@ Several machines must share the run folder's file system.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import pickle
 import random
@@ -24,14 +25,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
+from zipfile import BadZipFile, ZipFile
 
 import numpy as np
 import torch
 from accelerate import Accelerator
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+logger = logging.getLogger(__name__)
 FORMAT = 1
 PREFIX = "step-"
 PARTIAL = ".partial-"
@@ -126,16 +129,48 @@ def latest(root: Path) -> Path | None:
 def find(resume: str, root: Path) -> Path | None:
     """The checkpoint that ``checkpoint.resume`` means: None for ``none``, and for ``auto`` when there is none yet.
 
-    Raises CheckpointError for a path that is not a checkpoint.
+    ``auto`` passes over damaged ones, with a warning. Raises CheckpointError for a path that is not an intact
+    checkpoint, and if ``auto`` finds damaged ones alone.
     """
     if resume == "none":
         return None
-    if resume == "auto":
-        return latest(root)
-    path = Path(resume)
-    if not (path / "manifest.json").is_file():
-        raise CheckpointError(f"checkpoint.resume: {path} is not a checkpoint folder (no manifest.json in it)")
-    return path
+    if resume != "auto":
+        path = Path(resume)
+        if not (path / "manifest.json").is_file():
+            raise CheckpointError(f"checkpoint.resume: {path} is not a checkpoint folder (no manifest.json in it)")
+        verify(path)
+        return path
+    damaged = []
+    for path in reversed(_complete(root)):
+        try:
+            verify(path)
+        except CheckpointError as error:
+            damaged.append(str(error))
+            continue
+        if damaged:
+            logger.warning("%s; going on from the older %s", "; ".join(damaged), path)
+        return path
+    if damaged:
+        raise CheckpointError(f"{'; '.join(damaged)}; no older one is left: start again without --resume")
+    return None
+
+
+def verify(path: Path) -> None:
+    """Look whether every file of a checkpoint is there to its end, reading little of them.
+
+    Raises CheckpointError naming the first that is not.
+    """
+    ranks = range(read_manifest(path)["processes"])
+    tensors = ["policy.safetensors", *(f"pending-{rank}.safetensors" for rank in ranks)]
+    archives = ["training.pt", *(f"process-{rank}.pt" for rank in ranks)]
+    for name in (*tensors, *archives):
+        try:
+            with safe_open(path / name, framework="pt") if name in tensors else ZipFile(path / name):
+                pass
+        except (OSError, SafetensorError, BadZipFile) as error:
+            raise CheckpointError(
+                f"checkpoint file {path / name} is damaged or missing ({error}); resume from another checkpoint"
+            ) from error
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -175,7 +210,7 @@ def load(path: Path, *, accelerator: Accelerator, policy: nn.Module, training: M
         raise CheckpointError(
             f"checkpoint {path} holds more than tensors and plain values; it is not loaded"
         ) from error
-    except (OSError, KeyError, RuntimeError, ValueError) as error:
+    except (OSError, EOFError, KeyError, RuntimeError, ValueError, SafetensorError) as error:
         raise CheckpointError(f"checkpoint {path} does not fit this run: {error}") from error
     return Checkpoint(step=manifest["step"], manifest=manifest, pending=pending)
 
@@ -222,7 +257,7 @@ def _read_pending(path: Path) -> list[Pending]:
             for key in file.keys():  # noqa: SIM118 (the handle is not a mapping)
                 index, _, name = key.partition("/")
                 tensors[int(index)][name] = file.get_tensor(key)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise CheckpointError(f"checkpoint file {path} cannot be read: {error}") from error
     return [Pending(v, t) for v, t in zip(values, tensors, strict=True)]
 

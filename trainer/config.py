@@ -7,6 +7,7 @@ released code for NOVA.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -100,9 +101,12 @@ class RewardConfig(Access):
 
     @field_validator("names")
     @classmethod
-    def _not_the_sum(cls, value: dict[str, float]) -> dict[str, float]:
+    def _names_and_weights(cls, value: dict[str, float]) -> dict[str, float]:
         if "reward" in value:
             raise ValueError('"reward" names the weighted sum in logs and reports; give the reward another name')
+        for name, weight in value.items():
+            if not math.isfinite(weight):
+                raise ValueError(f"the weight of {name} is {weight}; it must be a finite number")
         return value
 
     @field_validator("url")
@@ -314,3 +318,12 @@ class Config(Section):
                 f"train.prompts_per_step is {self.train.prompts_per_step}, which {processes} processes cannot share "
                 "evenly; make it a multiple of the number of processes"
             )
+
+
+class Command(Config):
+    """Score a checkpoint on the held-out prompts: means with 95 % intervals by bootstrap over prompts."""
+
+    baseline: Path | None = Field(
+        default=None, description="another checkpoint: also report the paired difference to it"
+    )
+    output: Path | None = Field(default=None, description="file for everything as JSON, every score included")

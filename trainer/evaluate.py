@@ -21,11 +21,10 @@ import numpy as np
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from numpy.typing import NDArray
-from pydantic import Field
 
 from reward_server import options
 from trainer.algorithm.seeds import derive_seed
-from trainer.config import ENV_PREFIX, Config, UserError
+from trainer.config import ENV_PREFIX, Command, UserError
 from trainer.policies.base import Policy
 from trainer.prompts import Prompt
 from trainer.rewards import RewardClient, RewardError, RewardScores
@@ -222,15 +221,6 @@ def spread(total: int, count: int) -> list[int]:
     return [i * total // count for i in range(count)]
 
 
-class Command(Config):
-    """Score a checkpoint on the held-out prompts: means with 95 % intervals by bootstrap over prompts."""
-
-    baseline: Path | None = Field(
-        default=None, description="another checkpoint: also report the paired difference to it"
-    )
-    output: Path | None = Field(default=None, description="file for everything as JSON, every score included")
-
-
 ALIASES = {
     "checkpoint": "policy.checkpoint",
     "rewards": "reward.names",
@@ -266,11 +256,16 @@ def run(command: Command) -> dict[str, Any]:
         raise UserError("evaluate.prompts is 0: there is nothing to evaluate")
     prompts = parts.read_prompts(command.prompts.heldout, command.prompts.text_key)
     prompts = [prompts[i] for i in spread(len(prompts), command.evaluate.prompts)]
+    for given in filter(None, (command.policy.checkpoint, command.baseline)):
+        parts.policy_file(given, command.policy.name)  # before the server is waited for
+    if command.output is not None and not command.output.parent.is_dir():
+        raise UserError(f"output: there is no folder {command.output.parent}")
     accelerator = parts.build_accelerator(command)
     results: list[Evaluation] = []
     report: dict[str, Any] = {}
     with parts.reward_client(command, accelerator) as client:
         report["rewards"] = client.check()
+        command = parts.with_served_names(command, client)
         for name, path in (("checkpoint", command.policy.checkpoint), ("baseline", command.baseline)):
             if name == "baseline" and path is None:
                 continue

@@ -15,7 +15,7 @@ from accelerate.utils import broadcast_object_list
 
 from reward_server import options
 from trainer import checkpoints, parts
-from trainer.config import Config
+from trainer.config import Config, UserError
 from trainer.evaluate import TOTAL, Interval, spread
 from trainer.loop import Run, train, training_states
 from trainer.prompts import PromptSampler
@@ -27,32 +27,55 @@ from trainer.rollout import Sampler, build_objective
 def launch(config: Config, stop: Callable[[], bool]) -> None:
     """Train as ``config`` says. Raises UserError and parts.SHOWN_ERRORS for what the user can put right."""
     accelerator = parts.build_accelerator(config, config.report.run_dir)
-    root = [config.report.run_dir]
-    if accelerator.is_main_process:
-        root = [choose_folder(config.report.run_dir, resume=config.checkpoint.resume != "none")]
-    broadcast_object_list(root)
-    accelerator.project_configuration.logging_dir = str(root[0] / "tensorboard")
+    config.check_processes(accelerator.num_processes)
+    root = run_folder(config, accelerator)
+    checkpoint = checkpoints.find(config.checkpoint.resume, root / "checkpoints")
+    accelerator.project_configuration.logging_dir = str(root / "tensorboard")
     try:
         with parts.reward_client(config, accelerator) as client:
-            run = build(config, accelerator, client, root[0], stop)
-            restore(run, checkpoints.find(config.checkpoint.resume, run.checkpoints))
+            run = build(parts.with_served_names(config, client), accelerator, client, root, stop)
+            run.manifest["settings"] = settings_of(config)  # as they were given, to be given again
+            restore(run, checkpoint)
             if run.folder is not None:
-                (root[0] / "config.yaml").write_text(options.dump(config))
+                (root / "config.yaml").write_text(options.dump(config))
                 run.folder.write_json("versions.json", {k: v for k, v in run.manifest.items() if k != "settings"})
-                print(f"{root[0]}: {accelerator.num_processes} process(es), {accelerator.device}", file=sys.stderr)
+                print(f"{root}: {accelerator.num_processes} process(es), {accelerator.device}", file=sys.stderr)
             accelerator.init_trackers(config.report.project, config=flat(run.manifest["settings"]))
             finished = train(run)
             if run.folder is not None:
                 facts = {key: run.manifest[key] for key in ("rewards", "base_checkpoint", "versions")}
                 summary = run.folder.finish(config.report.sheet_prompts, facts)
-                print(headline(summary, None if finished else config.train.steps, root[0]))
+                print(headline(summary, None if finished else config.train.steps, root))
     finally:
         accelerator.end_training()
 
 
+def run_folder(config: Config, accelerator: Accelerator) -> Path:
+    """The folder that the main process chose. Raises UserError on all processes if nothing can be written there."""
+    found: list[Path | str] = [""]
+    if accelerator.is_main_process:
+        try:
+            found = [choose_folder(config.report.run_dir, resume=config.checkpoint.resume != "none")]
+        except OSError as error:
+            found = [unwritable(error)]
+    broadcast_object_list(found)
+    if isinstance(found[0], str):
+        raise UserError(found[0])
+    return found[0]
+
+
+def unwritable(error: OSError) -> str:
+    return f"report.run_dir cannot be used: {error.strerror}: {error.filename}"
+
+
+def settings_of(config: Config) -> dict[str, Any]:
+    """All settings as plain values, without secrets."""
+    settings: dict[str, Any] = yaml.safe_load(options.dump(config))
+    return settings
+
+
 def build(config: Config, accelerator: Accelerator, client: RewardClient, root: Path, stop: Callable[[], bool]) -> Run:
     """Every part of the run, at step 0."""
-    config.check_processes(accelerator.num_processes)
     policy, weights = parts.load_policy(config)
     config.check_model(policy.ar_steps, policy.schedule.steps, policy.schedule.stochastic_steps)
     prompts = parts.read_prompts(config.prompts.train, config.prompts.text_key)
@@ -60,7 +83,7 @@ def build(config: Config, accelerator: Accelerator, client: RewardClient, root: 
     parts.check_prompts(policy, prompts, config.prompts.train)
     parts.check_prompts(policy, heldout, config.prompts.heldout)
     manifest = {
-        "settings": yaml.safe_load(options.dump(config)),  # without secrets
+        "settings": settings_of(config),
         "versions": versions(),
         "rewards": client.check(),
         "base_checkpoint": sha256(weights),
@@ -98,48 +121,86 @@ def build(config: Config, accelerator: Accelerator, client: RewardClient, root: 
 
 def restore(run: Run, checkpoint: Path | None) -> None:
     """Go on from a checkpoint, if there is one: states in place, pending rollouts, and logs cut back to its step."""
+    changed: list[str] = []
     if checkpoint is not None:
+        manifest = checkpoints.read_manifest(checkpoint)
+        check_same_run(run, checkpoint, manifest)
         loaded = checkpoints.load(
             checkpoint,
             accelerator=run.accelerator,
             policy=parts.as_module(run.policy),
             training=training_states(run),
         )
-        check_same_run(run, checkpoint, loaded)
+        if loaded.pending:
+            check_same_rollouts(run, checkpoint, manifest)
+        parts.renew_settings(run.config, run.optimizer, run.scheduler)
+        changed = [f"{k} {old} -> {new}" for k, (old, new) in changes(run, manifest).items()]
         run.step = loaded.step
         run.pending = deque(run.sampler.restore(pending) for pending in loaded.pending)
         run.saved_at = run.step if checkpoint.parent == run.checkpoints else None
     evaluated: list[int | None] = [None]
     if run.folder is not None:
         start = -1 if checkpoint is None else run.step
+        try:
+            run.folder.create()
+        except OSError as error:
+            raise UserError(unwritable(error)) from error
         run.folder.truncate(start)
         checkpoints.sweep(run.checkpoints, start)
         evaluated = [line["step"] for line in run.folder.evaluations.read()[-1:]] or [None]
         if checkpoint is not None:
             print(f"resuming after step {run.step} from {checkpoint}", file=sys.stderr)
+            done = run.step == run.config.train.steps
+            print("all train.steps are done: nothing to train\n" if done else "", end="", file=sys.stderr)
+        if changed:
+            print(f"settings changed since the checkpoint: {', '.join(changed)}", file=sys.stderr)
     broadcast_object_list(evaluated)
     run.evaluated_at = evaluated[0]
 
 
-def check_same_run(run: Run, path: Path, loaded: checkpoints.Checkpoint) -> None:
-    """Raises CheckpointError if going on would mix two runs: another reference, or rollouts made for other settings."""
-    if loaded.manifest["base_checkpoint"] != run.manifest["base_checkpoint"]:
+def check_same_run(run: Run, path: Path, manifest: dict[str, Any]) -> None:
+    """Raises CheckpointError if going on from the checkpoint would mix two runs, or there is nothing to go on to."""
+    if manifest["base_checkpoint"] != run.manifest["base_checkpoint"]:
         raise checkpoints.CheckpointError(
             f"{path} was trained from other weights than policy.checkpoint names (the KL's reference); name those, or "
             f"start a new run from the trained ones with --policy.checkpoint {path}"
         )
-    if not loaded.pending:
-        return
-    old, new = (flat(manifest["settings"]) for manifest in (loaded.manifest, run.manifest))
-    free = {"policy.checkpoint"}  # compared by content above
-    free |= {f"train.{name}" for name in ("steps", "learning_rate", "scheduler", "warmup_steps", "threads")}
-    fixed = [key for key in new if key.startswith(("algorithm.", "policy.", "train.")) and key not in free]
-    changed = [f"{key} ({old.get(key)} there, {new[key]} now)" for key in fixed if old.get(key) != new[key]]
+    old, new = manifest["settings"]["algorithm"]["head"], run.config.algorithm.head
+    if old != new:
+        raise checkpoints.CheckpointError(
+            f"{path} was trained with algorithm.head {old}, not {new}: the optimizer's state is of other parameters; "
+            f"resume with --algorithm.head {old}, or start a new run with --policy.checkpoint {path}"
+        )
+    if manifest["step"] > run.config.train.steps:
+        raise checkpoints.CheckpointError(
+            f"{path} is of step {manifest['step']}, and train.steps is {run.config.train.steps}: nothing is left to "
+            "train; raise --steps, or resume from an older checkpoint"
+        )
+
+
+def check_same_rollouts(run: Run, path: Path, manifest: dict[str, Any]) -> None:
+    """Raises CheckpointError if rollouts that wait for their scores were made for other settings."""
+    free = {"policy.checkpoint"}  # compared by content
+    free |= {f"train.{name}" for name in ("steps", "learning_rate", "betas", "weight_decay", "max_grad_norm")}
+    free |= {f"train.{name}" for name in ("scheduler", "warmup_steps", "threads")}
+    changed = [
+        f"{key} ({old} there, {new} now)"
+        for key, (old, new) in changes(run, manifest).items()
+        if key.startswith(("algorithm.", "policy.", "train.")) and key not in free
+    ]
     if changed:
         raise checkpoints.CheckpointError(
             f"{path} holds rollouts that wait for their scores, made with other settings: {', '.join(changed)}; "
             "resume with the settings of the checkpoint"
         )
+
+
+def changes(run: Run, manifest: dict[str, Any]) -> dict[str, tuple[str, str]]:
+    """The settings that differ from the checkpoint's: what they were, what they are."""
+    old, new = (flat(m["settings"]) for m in (manifest, run.manifest))
+    keys = [key for key in dict.fromkeys((*old, *new)) if key != "checkpoint.resume"]
+    pairs = {key: (old.get(key, "unset"), new.get(key, "unset")) for key in keys}
+    return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
 
 
 def flat(settings: dict[str, Any], prefix: str = "") -> dict[str, str]:

@@ -7,12 +7,14 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from accelerate.utils import DistributedDataParallelKwargs, broadcast_object_list
 from torch import nn
 
@@ -20,10 +22,12 @@ from reward_server.embedded import EmbeddedServer, EmbeddedServerError, availabl
 from reward_server.settings import EmbeddedSettings, RewardSettings
 from trainer.checkpoints import CheckpointError
 from trainer.config import Config, UserError
+from trainer.evaluate import TOTAL
 from trainer.policies.base import Policy
 from trainer.prompts import Prompt, load_prompts
-from trainer.rewards import RewardClient, RewardError
+from trainer.rewards import RewardClient, RewardError, RewardServerLost
 
+C = TypeVar("C", bound=Config)
 SHOWN_ERRORS = (CheckpointError, RewardError, EmbeddedServerError)
 """Errors of the parts whose message tells the user all there is to know."""
 
@@ -35,6 +39,8 @@ def build_accelerator(config: Config, run_dir: Path | None = None) -> Accelerato
             "accelerate launch was asked for several processes, but without GPUs it starts only one; use: "
             "accelerate launch --config_file configs/accelerate/cpu.yaml --num_processes N trainer/run.py ..."
         )
+    if run_dir is not None:
+        _check_trackers(config.report.trackers)
     return Accelerator(
         cpu=config.policy.device == "cpu" or not torch.cuda.is_available(),
         mixed_precision=config.train.mixed_precision,
@@ -45,6 +51,17 @@ def build_accelerator(config: Config, run_dir: Path | None = None) -> Accelerato
             DistributedDataParallelKwargs(find_unused_parameters=config.algorithm.score_guidance == "off")
         ],
     )
+
+
+def _check_trackers(names: Sequence[str]) -> None:
+    """accelerate itself passes over a tracker whose package is not installed."""
+    installed = [str(tracker) for tracker in get_available_trackers()]
+    for name in names:
+        if name not in LOGGER_TYPE_TO_CLASS:
+            known = ", ".join(LOGGER_TYPE_TO_CLASS)
+            raise UserError(f"report.trackers: there is no tracker {name!r}; there are: {known}")
+        if name not in installed:
+            raise UserError(f"report.trackers: {name} is not installed; pip install {name.replace('_', '-')}")
 
 
 @contextmanager
@@ -60,11 +77,12 @@ def reward_client(config: Config, accelerator: Accelerator) -> Iterator[RewardCl
         server: EmbeddedServer | None = None
         if accelerator.is_main_process:
             try:
+                token = _token(config)
                 if config.reward.url is None:
                     server = stack.enter_context(EmbeddedServer(_embedded_settings(config)))
-                    found = [(server.url, server.token, server.trainer_threads)]
+                    found = [(server.url, server.token, server.trainer_threads, server.names)]
                 else:
-                    found = [(config.reward.url, config.reward.bearer_token(), available_cores())]
+                    found = [(config.reward.url, token, available_cores(), {})]
             except Exception as error:  # told to the other processes, which wait for the address, then raised
                 failure = error
         broadcast_object_list(found)
@@ -72,20 +90,44 @@ def reward_client(config: Config, accelerator: Accelerator) -> Iterator[RewardCl
             raise failure
         if found[0] is None:
             raise UserError("the main process could not start the reward server")
-        url, token, cores = found[0]
+        url, token, cores, names = found[0]
         torch.set_num_threads(max(1, (config.train.threads or cores) // _local_processes()))
         client = stack.enter_context(
             RewardClient(
                 url,
                 token,
-                config.reward.names,
+                {names.get(name, name): weight for name, weight in config.reward.names.items()},
                 timeout_s=config.reward.timeout_s,
                 give_up_after_s=config.reward.give_up_after_s,
                 # a server of our own that is down for good need not be waited for
-                while_away=(lambda: None) if server is None else server.check,
+                while_away=(lambda: None) if server is None else partial(_check_up, server),
             )
         )
         yield client
+
+
+def with_served_names(config: C, client: RewardClient) -> C:
+    """The settings with rewards named as the server names them: ``module:Class`` is served under the class's name."""
+    served = dict(zip(client.rewards, config.reward.names.values(), strict=True))
+    if TOTAL in served or len(served) < len(config.reward.names):
+        raise UserError(f"reward.names are served as {client.rewards}: names must differ, also from {TOTAL!r}")
+    return config.model_copy(update={"reward": config.reward.model_copy(update={"names": served})})
+
+
+def _token(config: Config) -> str | None:
+    """Of the server that is used, as set. Raises UserError when it is empty or cannot be read."""
+    section, access = ("server", config.server) if config.reward.url is None else ("reward", config.reward)
+    try:
+        return access.bearer_token()
+    except ValueError as error:
+        raise UserError(f"{section}.{error}") from error
+
+
+def _check_up(server: EmbeddedServer) -> None:
+    try:
+        server.check()
+    except EmbeddedServerError as error:
+        raise RewardServerLost(str(error)) from error
 
 
 def _embedded_settings(config: Config) -> EmbeddedSettings:
@@ -134,13 +176,18 @@ def as_module(policy: Policy) -> nn.Module:
 
 
 def policy_file(checkpoint: Path | None, name: str) -> Path:
-    """The weights that a path means: itself, a checkpoint folder's, a run's newest; None: the family's own."""
+    """The weights that a path means: itself, a checkpoint folder's, a run's newest; None: the family's own.
+
+    Raises UserError if a path is given and there are none.
+    """
     if checkpoint is None:
         return Path(__file__).parent / "policies" / "weights" / f"{name}.safetensors"
     runs = sorted((checkpoint / "checkpoints").glob("step-*/policy.safetensors"))
-    if runs:
-        return runs[-1]
-    return checkpoint / "policy.safetensors" if checkpoint.is_dir() else checkpoint
+    path = runs[-1] if runs else checkpoint
+    path = path / "policy.safetensors" if path.is_dir() else path
+    if not path.is_file():
+        raise UserError(f"there is no checkpoint at {path}: name a file, a checkpoint's folder or a run's folder")
+    return path
 
 
 def freeze(policy: Policy, head: str) -> list[nn.Parameter]:
@@ -175,6 +222,19 @@ def build_optimizer(
         parameters, lr=train.learning_rate, betas=train.betas, weight_decay=train.weight_decay
     )
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+
+
+def renew_settings(config: Config, optimizer: Any, scheduler: Any) -> None:
+    """Put this run's settings in the place of those that came with a checkpoint's states.
+
+    ``optimizer`` and ``scheduler`` are :func:`build_optimizer`'s, as they are or as accelerate wrapped them.
+    """
+    train = config.train
+    rate = train.learning_rate * scheduler.lr_lambdas[0](scheduler.last_epoch)
+    for group in optimizer.param_groups:
+        group |= {"initial_lr": train.learning_rate, "lr": rate}
+        group |= {"betas": train.betas, "weight_decay": train.weight_decay}
+    scheduler.load_state_dict({**scheduler.state_dict(), "base_lrs": [train.learning_rate], "_last_lr": [rate]})
 
 
 def read_prompts(path: Path, text_key: str | None) -> list[Prompt]:

@@ -15,6 +15,7 @@ A line's ``step`` is the number of training steps done when it was written.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -66,11 +67,15 @@ class RunFolder:
     """The files of one run. Only the main process has one."""
 
     def __init__(self, root: Path) -> None:
+        """``root`` is made by :meth:`create`, when everything else that a run needs is there."""
         self.root = root
-        (root / "samples").mkdir(parents=True, exist_ok=True)
         self.metrics = JsonLines(root / "metrics.jsonl")
         self.evaluations = JsonLines(root / "evaluations.jsonl")
         self.signal = JsonLines(root / "signal.jsonl")
+
+    def create(self) -> None:
+        """Make the folder, if it is not there. Raises OSError if it cannot be made."""
+        (self.root / "samples").mkdir(parents=True, exist_ok=True)
 
     def truncate(self, step: int) -> None:
         """Forget what was logged after ``step``, and what a run that goes on from there logs again."""
@@ -140,14 +145,21 @@ class RunFolder:
 def choose_folder(wanted: Path, resume: bool) -> Path:
     """The folder of a run: ``wanted`` or, when runs are there already, ``wanted-2``, ``wanted-3`` ...
 
-    A new run takes the first that is free, a resumed one the last that is used.
+    A new run takes the first that is free, a resumed one the last that is used. Raises OSError for a path where
+    nothing can be written.
     """
     last, number = wanted, 1
     candidate = wanted
     while candidate.exists() and any(candidate.iterdir()):
         last, number = candidate, number + 1
         candidate = wanted.with_name(f"{wanted.name}-{number}")
-    return last if resume else candidate
+    chosen = last if resume else candidate
+    ground = next(folder for folder in (chosen, *chosen.absolute().parents) if folder.exists())
+    if not ground.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(ground))
+    if not os.access(ground, os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(ground))
+    return chosen
 
 
 def versions() -> dict[str, Any]:

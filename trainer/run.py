@@ -19,7 +19,7 @@ if __name__ == "__main__":  # run as a script: make `trainer` the package, not t
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from reward_server import options
-from trainer.config import ALIASES, ENV_PREFIX, Config, UserError
+from trainer.config import ALIASES, ENV_PREFIX, Command, Config, UserError
 
 PROG = "trainer/run.py"
 
@@ -27,9 +27,15 @@ PROG = "trainer/run.py"
 def main(argv: list[str] | None = None) -> int:
     """The command; returns the exit status: 0, 2 after a user's mistake, 130 after a second Ctrl-C."""
     config = options.load(
-        Config, argv, prog=PROG, description=str(Config.__doc__), env_prefix=ENV_PREFIX, aliases=ALIASES
+        Config,
+        argv,
+        prog=PROG,
+        description=str(Config.__doc__),
+        env_prefix=ENV_PREFIX,
+        aliases=ALIASES,
+        env_siblings=[Command],
     )
-    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    logging.basicConfig(level=logging.WARNING if is_main() else logging.ERROR, format="%(message)s")
     # Loads torch; here, so that --help and a wrong setting are answered at once.
     from trainer.launch import launch
     from trainer.parts import SHOWN_ERRORS

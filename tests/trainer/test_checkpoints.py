@@ -159,3 +159,27 @@ def test_nothing_is_unpickled(tmp_path, accelerator, parts):
     policy, training = parts
     with pytest.raises(CheckpointError, match="holds more than tensors"):
         checkpoints.load(path, accelerator=accelerator, policy=policy, training=training)
+
+
+FILES = ["manifest.json", "policy.safetensors", "training.pt", "process-0.pt", "pending-0.safetensors"]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_damaged_checkpoint_is_named_and_auto_goes_on_from_the_one_before(tmp_path, accelerator, parts, name, caplog):
+    older = save(tmp_path, 2, accelerator, parts)
+    newer = save(tmp_path, 4, accelerator, parts)
+    assert {file.name for file in newer.iterdir()} == set(FILES)
+    assert checkpoints.find("auto", tmp_path) == newer
+    assert caplog.messages == []
+    whole = (newer / name).read_bytes()
+    (newer / name).write_bytes(whole[: len(whole) * 2 // 3])
+    with pytest.raises(CheckpointError, match=f"{newer}.*{name}"):
+        checkpoints.find(str(newer), tmp_path)
+    assert checkpoints.find("auto", tmp_path) == older
+    (message,) = caplog.messages
+    assert str(newer) in message
+    assert name in message
+    assert message.endswith(f"going on from the older {older}")
+    (older / "training.pt").unlink()
+    with pytest.raises(CheckpointError, match="no older one is left"):
+        checkpoints.find("auto", tmp_path)

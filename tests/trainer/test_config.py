@@ -128,3 +128,9 @@ def test_the_papers_variants_are_a_few_keys(monkeypatch, name, head, trajectorie
 
 def test_clip_is_symmetric():
     assert build_objective(Config.model_validate({"algorithm": {"clip": 0.1}}).algorithm).clip_range == (0.1, 0.1)
+
+
+@pytest.mark.parametrize("weight", ["nan", "inf"])
+def test_weights_are_finite(weight):
+    with pytest.raises(ValidationError, match=f"the weight of shapes is {weight}; it must be a finite number"):
+        Config.model_validate({"reward": {"names": f"shapes={weight}"}})

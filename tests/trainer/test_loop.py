@@ -346,3 +346,22 @@ def test_measured_gradient_is_the_one_that_trains(make_run, source):
     ]  # fmt: skip
     norm = float((sum(gradients) / len(gradients)).norm())
     assert update(run, rollout, advantages)["grad_norm"] == pytest.approx(norm, rel=1e-4)
+
+
+def test_a_resumed_run_trains_with_the_settings_of_now(make_run):
+    old = {"steps": 2, "scheduler": "cosine", "warmup_steps": 1, "learning_rate": 1e-3}
+    train(make_run(train=old))
+    new = {"steps": 4, "scheduler": "constant", "learning_rate": 0.25, "betas": (0.5, 0.6), "weight_decay": 0.125}
+    run = make_run(train=new, checkpoint={"resume": "auto"})
+    (group,) = run.optimizer.param_groups
+    assert (group["lr"], group["betas"], group["weight_decay"]) == (0.25, (0.5, 0.6), 0.125)
+    assert run.scheduler.last_epoch == 2
+    train(run)
+    assert [line["lr"] for line in metrics(run)[2:]] == [0.25, 0.25]
+    assert run.optimizer.param_groups[0]["lr"] == 0.25
+
+
+def test_resuming_with_another_head_names_the_setting(make_run):
+    train(make_run(train={"steps": 1}))
+    with pytest.raises(CheckpointError, match=r"trained with algorithm\.head frozen, not only"):
+        make_run(algorithm={"head": "only"}, checkpoint={"resume": "auto"})

@@ -48,6 +48,7 @@ def evaluation(rows, shade):
 
 def test_summary_adds_up_what_was_logged(tmp_path):
     folder = RunFolder(tmp_path)
+    folder.create()
     for number, (reward, missing) in enumerate([(0.1, 0), (None, 12), (0.3, 1)], start=1):
         folder.metrics.append(number, step(number, reward, missing=missing))
     folder.add_evaluation(0, evaluation([[0.1, 0.3], [0.5, 0.7]], 10), [0, 1])
@@ -83,6 +84,7 @@ def test_a_run_without_evaluation_has_a_report_too(tmp_path):
 
 def test_truncating_forgets_what_will_be_logged_again(tmp_path):
     folder = RunFolder(tmp_path)
+    folder.create()
     for number in (1, 2, 3, 4):
         folder.metrics.append(number, step(number, 0.5))
     for number in (0, 2, 4):

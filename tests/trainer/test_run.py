@@ -1,5 +1,6 @@
 """The command: settings, signals, and errors in one line."""
 
+import json
 import os
 import signal
 import subprocess
@@ -11,7 +12,7 @@ import torch
 import yaml
 
 from reward_server.embedded import EmbeddedServerError
-from trainer import parts, run
+from trainer import evaluate, parts, run
 from trainer.config import Config, UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -66,12 +67,22 @@ def test_a_run_leaves_everything_in_its_folder(arguments, tmp_path, capsys):
         (["--prompts.heldout", "cats.txt"], "cats.txt: the small policy does not know cat (prompt: 'a cat')"),
         (["--resume", "nowhere"], "checkpoint.resume: nowhere is not a checkpoint folder"),
         (["--reward", "beauty"], "does not serve 'beauty'"),
+        (["--reward.token-file", "nowhere"], "reward.token_file nowhere cannot be read"),
+        (["--report.trackers", "foo"], "there is no tracker 'foo'; there are: "),
+        (["--report.trackers", "comet_ml"], "comet_ml is not installed; pip install comet-ml"),
+        (["--run-dir", "cats.txt/run"], "report.run_dir cannot be used: Not a directory: "),
+        (["--run-dir", "/proc/nowhere/run"], "report.run_dir cannot be used: "),
         (["--algorithm.diffusion-steps", "9,10"], "names [9, 10], but of the model's 5 diffusion steps"),
     ],
 )
 def test_a_users_mistake_is_one_line(arguments, more, words, capsys, monkeypatch, server, tmp_path):
     (tmp_path / "cats.txt").write_text("a red circle\na cat\n")
     monkeypatch.chdir(tmp_path)
+    if "nowhere" in more and "--reward.token-file" in more:
+        monkeypatch.setattr(parts, "RewardClient", None)  # not reached
+        settings = yaml.safe_load((tmp_path / "tiny.yaml").read_text())
+        del settings["reward"]["token"]
+        (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(settings))
     if "beauty" in more:
         monkeypatch.setattr(parts, "RewardClient", lambda *args, **kwargs: server.client(["beauty"]))
     assert run.main([*arguments, *more]) == 2
@@ -79,6 +90,7 @@ def test_a_users_mistake_is_one_line(arguments, more, words, capsys, monkeypatch
     assert line.startswith("trainer/run.py: error: ")
     assert words in line
     assert server.requests == []  # found before anything was sampled
+    assert not (tmp_path / "run").exists()  # nor is its name used up
 
 
 def test_first_signal_asks_second_interrupts(capsys):
@@ -124,6 +136,7 @@ class FakeServer:
     def __init__(self, settings):
         FakeServer.started = (*FakeServer.started, settings)
         self.url, self.token, self.trainer_threads = "http://test", "secret", 3
+        self.names = {name: name.rpartition(":")[2].lower() for name in settings.rewards}
 
     def __enter__(self):
         return self
@@ -168,3 +181,58 @@ def test_a_server_that_does_not_start_is_one_line(arguments, monkeypatch, capsys
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(settings))
     assert run.main(arguments) == 2
     assert capsys.readouterr().err == "trainer/run.py: error: the gateway did not start: no memory\n"
+
+
+def test_a_token_file_that_is_not_there_is_one_line_with_an_own_server(make_config):
+    config = make_config(server={"token_file": "/missing"})
+    with (
+        pytest.raises(UserError, match=r"^server\.token_file /missing cannot be read"),
+        parts.reward_client(config, parts.build_accelerator(config)),
+    ):
+        raise AssertionError
+
+
+def test_rewards_named_by_their_class_are_scored_under_the_served_name(server, monkeypatch, arguments, tmp_path):
+    given = []
+    monkeypatch.setattr(parts, "EmbeddedServer", FakeServer)
+    monkeypatch.setattr(parts, "RewardClient", lambda *args, **kwargs: given.append(args[2]) or server.client(args[2]))
+    settings = yaml.safe_load((tmp_path / "tiny.yaml").read_text())
+    settings["reward"] = {"names": {"my_rewards:Shapes": 2.0}}
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(settings))
+    threads = torch.get_num_threads()
+    try:
+        assert run.main(arguments) == 0
+        assert run.main([*arguments, "--resume", "auto", "--steps", "3"]) == 0  # by the name that was given
+        output = ["--output", str(tmp_path / "scores.json")]
+        assert evaluate.main([*arguments, *output]) == 0
+    finally:
+        torch.set_num_threads(threads)
+    assert given == [{"shapes": 2.0}] * 3
+    line = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert line["reward/mean"] == pytest.approx(2 * line["reward/shapes/mean"])
+    resolved = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    assert resolved["reward"]["names"] == {"my_rewards:Shapes": 2.0}
+    assert "shapes" in json.loads((tmp_path / "scores.json").read_text())["checkpoint"]["scores"]
+
+
+def test_resuming_says_what_changed_and_what_is_left(arguments, capsys):
+    assert run.main(arguments) == 0
+    assert "settings changed" not in capsys.readouterr().err
+    assert run.main([*arguments, "--resume", "auto"]) == 0
+    told = capsys.readouterr().err
+    assert "all train.steps are done: nothing to train" in told
+    assert "settings changed" not in told
+    more = ["--resume", "auto", "--steps", "3", "--train.learning_rate", "0.01"]
+    assert run.main([*arguments, *more]) == 0
+    line = "settings changed since the checkpoint: train.steps 2 -> 3, train.learning_rate 2e-06 -> 0.01"
+    assert line in capsys.readouterr().err.splitlines()
+    assert run.main([*arguments, "--resume", "auto"]) == 2
+    assert "step-00000003 is of step 3, and train.steps is 2: nothing is left to train" in capsys.readouterr().err
+
+
+def test_variables_of_evaluate_do_not_disturb_and_other_processes_are_silent(arguments, monkeypatch, capsys):
+    monkeypatch.setenv("TRAINER_BASELINE", "x")
+    monkeypatch.setenv("TRAINER_OUTPUT", "y")
+    monkeypatch.setattr(run, "is_main", lambda: False)
+    assert run.main([*arguments, "--policy.name", "smal"]) == 2
+    assert capsys.readouterr().err == ""
