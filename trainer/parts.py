@@ -44,7 +44,7 @@ def build_accelerator(config: Config, run_dir: Path | None = None) -> Accelerato
     return Accelerator(
         cpu=config.policy.device == "cpu" or not torch.cuda.is_available(),
         mixed_precision=config.train.mixed_precision,
-        log_with=list(config.report.trackers) if run_dir is not None else None,
+        log_with=(list(config.report.trackers) or None) if run_dir is not None else None,
         project_dir=run_dir,
         # Without guidance in scoring, nothing may reach the parameters of the unconditional half.
         kwargs_handlers=[

@@ -55,8 +55,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def is_main() -> bool:
-    """Whether this is the process that talks to the user: the first, if a launcher started several."""
-    return os.environ.get("RANK", "0") == "0"
+    """Whether this is the process that talks to the user: the first of this machine, if a launcher started several."""
+    return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 @contextmanager

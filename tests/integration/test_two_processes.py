@@ -1,7 +1,11 @@
 """Two processes make the same run as one with the same global batch, up to rounding, and resume exactly."""
 
+import json
 import shutil
 import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
@@ -35,3 +39,46 @@ def test_accelerate_alone_starts_one_process_and_the_run_says_how_to_start_more(
     (line,) = [line for line in lines if line.startswith("trainer/run.py: error: ")]
     assert " ".join(LAUNCH[3:-1]) in line  # the command that the test above runs
     assert not (tiny_run.folder / "alone").exists()
+
+
+class Busy(BaseHTTPRequestHandler):
+    """A reward server that serves shapes but never takes a job."""
+
+    def do_GET(self):
+        info = {"name": "shapes", "revision": "1", "workers": 1, "max_batch": 16, "depth": 0}
+        self.answer(200, json.dumps({"rewards": [info]}).encode())
+
+    def do_POST(self):
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.answer(503, b"")
+
+    def answer(self, status, body):
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_):
+        pass
+
+
+def test_a_stop_request_ends_the_wait_for_an_absent_server_on_all_processes(tiny_run):
+    with ThreadingHTTPServer(("127.0.0.1", 0), Busy) as server:
+        threading.Thread(target=server.serve_forever).start()
+        try:
+            url = f"http://127.0.0.1:{server.server_port}"
+            process = tiny_run.start("waits", "--reward-url", url, launcher=LAUNCH)
+            log = tiny_run.folder / "waits.log"
+            deadline = time.monotonic() + 60
+            while "is away" not in log.read_text():
+                assert process.poll() is None, log.read_text()
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            process.terminate()  # the launcher passes it on
+            process.wait(timeout=20)  # of the 600 s that the server may be away
+        finally:
+            process.kill()
+            server.shutdown()
+    assert "stopped after 0 of 6 steps; --resume auto goes on from there" in log.read_text()
+    saved = tiny_run.folder / "waits" / "checkpoints" / "step-00000000"
+    assert {path.name for path in saved.glob("pending-*")} == {"pending-0.safetensors", "pending-1.safetensors"}

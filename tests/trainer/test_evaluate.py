@@ -152,11 +152,15 @@ def test_command_reports_a_paired_difference(tiny, make_run, server, tmp_path, m
     assert "4 prompts, 2 images each" in capsys.readouterr().out
 
 
-def test_command_explains_a_missing_checkpoint(tiny, capsys, monkeypatch, server):
-    monkeypatch.setattr(command_parts(), "RewardClient", lambda *args, **kwargs: server.client())
-    arguments = ["--checkpoint", "/nowhere", "--prompts.heldout", str(tiny.prompts), "--reward-url", "http://test"]
-    assert command.main(arguments) == 2
-    assert "no checkpoint at /nowhere" in capsys.readouterr().err
+def test_command_explains_a_missing_path(tiny, capsys, monkeypatch):
+    monkeypatch.setattr(command_parts(), "RewardClient", None)  # not reached: an absent server is not waited for
+    arguments = ["--prompts.heldout", str(tiny.prompts), "--reward-url", "http://test"]
+    for given in (["--checkpoint", "/nowhere"], ["--checkpoint", str(tiny.checkpoint), "--baseline", "/nowhere"]):
+        assert command.main([*arguments, *given]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "there is no checkpoint at /nowhere: name a file" in line
+    assert command.main([*arguments, "--output", "/nowhere/x.json"]) == 2
+    assert "output: there is no folder /nowhere" in capsys.readouterr().err
 
 
 def test_command_explains_a_prompt_that_the_policy_cannot_read(tiny, tmp_path, capsys, monkeypatch, server):
