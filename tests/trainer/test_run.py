@@ -71,6 +71,7 @@ def test_a_run_leaves_everything_in_its_folder(arguments, tmp_path, capsys):
         (["--report.trackers", "foo"], "there is no tracker 'foo'; there are: "),
         (["--report.trackers", "comet_ml"], "comet_ml is not installed; pip install comet-ml"),
         (["--run-dir", "cats.txt/run"], "report.run_dir cannot be used: Not a directory: "),
+        (["--run-dir", "x" * 300], "report.run_dir cannot be used: File name too long"),
         (["--run-dir", "/proc/nowhere/run"], "report.run_dir cannot be used: "),
         (["--algorithm.diffusion-steps", "9,10"], "names [9, 10], but of the model's 5 diffusion steps"),
     ],
