@@ -281,7 +281,7 @@ class Config(Section):
             )
         if self.report.snr_groups == 1:
             raise ValueError("report.snr_groups must be 0 or at least 2: noise is the variance between groups")
-        if os.path.isfile(self.report.run_dir):  # False, not an error, for an impossible name
+        if os.path.isfile(self.report.run_dir):  # noqa: PTH113 (False for an impossible name)
             raise ValueError(f"report.run_dir {self.report.run_dir} is a file; name a folder")
         return self
 
