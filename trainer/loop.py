@@ -154,8 +154,8 @@ def receive(run: Run, rollout: Rollout) -> tuple[dict[str, Floats], dict[str, Fl
     When a process cannot have its scores, all of them save and stop together: the rollout is still pending then.
     Raises Stopped if the user asks to stop meanwhile.
     """
-    if rollout.scores is None:
-        wait_for_scores(run.accelerator, rollout.job, run.stop)
+    # A checkpoint may have collected the scores on some processes and not on others: all of them wait, or none.
+    wait_for_scores(run.accelerator, rollout.job if rollout.scores is None else None, run.stop)
     local: tuple[dict[str, Floats], dict[str, Flags]] = ({}, {})
     failure: RewardError | None = None
     try:

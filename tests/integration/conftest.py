@@ -1,5 +1,6 @@
 """A run small enough for tests: a random policy of 40 k parameters, four AR steps, sixteen images a step."""
 
+import contextlib
 import json
 import os
 import signal
@@ -9,6 +10,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -25,6 +27,15 @@ evaluate: {{prompts: 0}}
 checkpoint: {{every: 2}}
 report: {{trackers: [], sheet_prompts: 0, snr_groups: 0}}
 """
+
+
+def end(process):
+    """Kill a run and the processes that a launcher started for it, which would outlive the launcher."""
+    family = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+    for member in [process, *family]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            member.kill()
+    process.wait()
 
 
 class TinyRun:
@@ -45,7 +56,7 @@ class TinyRun:
         try:
             status = process.wait(timeout=120)
         finally:
-            process.kill()
+            end(process)
         assert status == 0, (self.folder / f"{name}.log").read_text()
         return self.metrics(name)
 
