@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from trainer import checkpoints
+from trainer import checkpoints, loop
 from trainer.checkpoints import CheckpointError
 from trainer.config import UserError
 from trainer.diagnostics import group_gradient
@@ -243,6 +243,19 @@ def test_a_server_lost_in_evaluation_loses_no_step(make_run, server):
     resumed = make_run(evaluate={"prompts": 2}, checkpoint={"resume": "auto"})
     train(resumed)
     assert [line["step"] for line in run.folder.evaluations.read()] == [0, 3]
+
+
+def test_waiting_is_shared_even_where_a_checkpoint_collected_the_scores(make_run, monkeypatch):
+    """A process that has its scores must wait along: one that skips the shared decision leaves the others hanging."""
+    run = make_run()
+    waits = []
+    monkeypatch.setattr(loop, "wait_for_scores", lambda accelerator, job, stop: waits.append(job))
+    rollout = run.sampler.sample(0)
+    rollout.job.result(20)
+    rollout.pending(run.config.reward.names)  # as a checkpoint does
+    assert rollout.scores is not None
+    receive(run, rollout)
+    assert waits == [None]
 
 
 def test_depth_sends_the_next_rollout_before_the_scores_are_used(make_run, server):
