@@ -169,9 +169,9 @@ def test_guidance_one_equals_the_conditional_half_and_guidance_moves_the_mean():
         guided_policy = tiny(3.0)
         unguided = guided_policy(trajectory, 0, queries, guided=False).mean
         guided = guided_policy(trajectory, 0, queries, guided=True).mean
-    assert torch.allclose(plain, unguided, atol=1e-6)
         null = replace(trajectory, prompt_ids=encode_prompts([""] * len(PROMPTS)))
         unconditional = guided_policy(null, 0, queries, guided=False).mean
+    assert torch.allclose(plain, unguided, atol=1e-6)
     assert not torch.allclose(guided, unguided, atol=1e-3)
     # a transition's mean is affine in the prediction, so guidance extrapolates the means just as the predictions
     assert torch.allclose(guided, unconditional + 3.0 * (unguided - unconditional), atol=1e-4)
