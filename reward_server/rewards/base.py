@@ -1,7 +1,13 @@
 """The reward plug-in: what a reward model must offer, and how one is found by name.
 
 A reward is one file of this folder, named like the reward, with a class ``Model`` (see ``null.py`` for the shortest
-one). A reward of another package is named ``module:Class``.
+one). A reward of another package is named ``module:Class``. The members of :class:`Reward` are all that one needs; it
+may have these, too:
+
+    provenance: Mapping[str, str]  "weights" (sha256), "preprocessing" (id), "dtype" ...: set by setup, told with answers
+    relative: bool                 True: images are scored relative to the others of a request, which is never split
+    example: tuple[str, Mapping]   a prompt and metadata that it can score, for the warm-up and the self-test
+    sources(**options) -> Sequence[reward_server.weights.Source]   the weights that these options of setup need
 """
 
 from __future__ import annotations
@@ -123,8 +129,26 @@ def prepare(reward: Reward, device: str, options: Mapping[str, Any]) -> None:
         raise RewardLoadError(f"options of reward {reward.name!r}: {error}; it has: {known}") from error
     try:
         reward.setup(device, **options)
+    except RewardLoadError:  # in the reward's own words
+        raise
     except Exception as error:
         raise _broken(f"reward {reward.name!r} cannot be set up", error) from error
+
+
+def provenance(reward: Reward) -> dict[str, str]:
+    """What the scores came from, as the reward says after ``setup``; empty if it does not say."""
+    return dict(getattr(reward, "provenance", {}))
+
+
+def is_relative(reward: Reward) -> bool:
+    """Whether an image's score depends on the other images of its request."""
+    return bool(getattr(reward, "relative", False))
+
+
+def example(reward: Reward) -> tuple[str, dict[str, Any]]:
+    """A prompt and metadata that the reward can score."""
+    prompt, metadata = getattr(reward, "example", ("a red circle", {}))
+    return prompt, dict(metadata)
 
 
 def _broken(what: str, error: Exception) -> RewardLoadError:
