@@ -198,4 +198,3 @@ def sha256(*paths: Path) -> str:
         return digests[paths[0].name]
     text = "".join(f"{digests[name]}  {name}\n" for name in sorted(digests))
     return hashlib.sha256(text.encode()).hexdigest()
-

@@ -4,7 +4,7 @@ A reward is one file of this folder, named like the reward, with a class ``Model
 one). A reward of another package is named ``module:Class``. The members of :class:`Reward` are all that one needs; it
 may have these, too:
 
-    provenance: Mapping[str, str]  "weights" (sha256), "preprocessing" (id), "dtype" ...: set by setup, told with answers
+    provenance: Mapping[str, str]  "weights" (sha256), "preprocessing" (id), "dtype" ...: of setup, told with answers
     relative: bool                 True: images are scored relative to the others of a request, which is never split
     example: tuple[str, Mapping]   a prompt and metadata that it can score, for the warm-up and the self-test
     sources(**options) -> Sequence[reward_server.weights.Source]   the weights that these options of setup need
