@@ -25,8 +25,8 @@ def make_importable() -> None:
     except RuntimeError as error:
         if "torchvision::nms" not in str(error):
             raise
-        library = torch.library.Library("torchvision", "FRAGMENT")
+        library = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]
         for name in ("nms", "qnms"):
-            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")  # type: ignore[no-untyped-call]
         _operators.append(library)
         importlib.import_module("torchvision")

@@ -11,8 +11,11 @@ whose pins exclude today's transformers; ``imagereward_package`` serves that pac
 
 from __future__ import annotations
 
-import json
+import itertools
+import os
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,21 +25,27 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 from transformers import BertTokenizer, BlipTextConfig, BlipTextModel, BlipVisionConfig, BlipVisionModel
+from transformers.initialization import no_init_weights
 
 from reward_server import weights as files
 from reward_server.contract import Image
+from reward_server.rewards._clip import normalised, to_device
+from reward_server.rewards._hub import dtype_of
+from reward_server.rewards._imagereward import (
+    CONTEXT,
+    HEAD_WIDTH,
+    TOKENIZER,
+    WEIGHTS,
+    is_unused,
+    read,
+    refusal,
+    sources,
+)
 from reward_server.rewards.base import RewardLoadError, Score, Scored
 
-CONTEXT = 35
-"""Tokens of a prompt, [CLS] and [SEP] included"""
 MEAN, STD = 0.16717362830052426, 1.0333394966054072
 """Of the MLP's output on the package's reference set"""
 PIXEL_MEAN, PIXEL_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
-HEAD_WIDTH = 64
-"""Of the vision transformer: 16 heads of ViT-L's width 1024"""
-MAX_ASPECT = 64
-"""A longer image would be resized to gigabytes before the crop"""
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 _VISION_NAMES = (  # of the checkpoint, of transformers' BLIP; in this order
     ("cls_token", "embeddings.class_embedding"),
@@ -48,42 +57,6 @@ _VISION_NAMES = (  # of the checkpoint, of transformers' BLIP; in this order
     (".attn.qkv.", ".self_attn.qkv."),
     (".attn.proj.", ".self_attn.projection."),
 )
-
-
-def sources(weights: str, tokenizer: str) -> tuple[files.Source, files.Source]:
-    """What setup reads: the checkpoint and the tokenizer's vocabulary."""
-    return (
-        files.Source(weights, ("ImageReward.pt", "med_config.json"), licence="Apache-2.0"),
-        files.Source(tokenizer, ("vocab.txt",), licence="Apache-2.0"),
-    )
-
-
-def is_unused(key: str) -> bool:
-    """Whether a key of the checkpoint has no part in the score: BLIP's contrastive heads, and a constant."""
-    return key.startswith(("blip.vision_proj.", "blip.text_proj.")) or key.endswith(".position_ids")
-
-
-def vision_sizes(state: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """``width``, ``depth``, ``patch``, ``side`` (pixels) and ``hidden`` of the vision transformer, by its shapes.
-
-    Raises:
-        RewardLoadError: the checkpoint has no vision transformer of BLIP.
-    """
-    prefix = "blip.visual_encoder."
-    try:
-        patch = state[prefix + "patch_embed.proj.weight"].shape[-1]
-        positions, width = state[prefix + "pos_embed"].shape[1:]
-        hidden = state[prefix + "blocks.0.mlp.fc1.weight"].shape[0]
-    except KeyError as error:
-        raise RewardLoadError(f"ImageReward.pt is no checkpoint of ImageReward: it lacks {error}") from error
-    depth = len({key.split(".")[3] for key in state if key.startswith(prefix + "blocks.")})
-    return {
-        "width": width,
-        "depth": depth,
-        "patch": patch,
-        "side": round((positions - 1) ** 0.5) * patch,
-        "hidden": hidden,
-    }
 
 
 class Network(nn.Module):
@@ -113,7 +86,7 @@ class Network(nn.Module):
         )
         self.text = BlipTextModel(config, add_pooling_layer=False)
         sizes = (text["hidden_size"], 1024, 128, 64, 16, 1)
-        first, second, third, fourth, last = (nn.Linear(*pair) for pair in zip(sizes, sizes[1:], strict=False))
+        first, second, third, fourth, last = (nn.Linear(*pair) for pair in itertools.pairwise(sizes))
         # the dropouts keep the places that they have in the checkpoint's names; there are no activations
         self.mlp = nn.Sequential(first, nn.Dropout(), second, nn.Dropout(), third, nn.Dropout(), fourth, last)
 
@@ -160,14 +133,6 @@ def crop(image: Image, side: int) -> NDArray[np.uint8]:
     return np.asarray(picture.crop((left, top, left + side, top + side)))
 
 
-def refusal(image: Image) -> Score | None:
-    """Why an image cannot be scored, or None."""
-    long, short = max(image.shape[:2]), min(image.shape[:2])
-    if long > MAX_ASPECT * short:
-        return Score(None, reason=f"the image is {long} x {short}: more than {MAX_ASPECT} times as long as wide")
-    return None
-
-
 class Model:
     """The ``imagereward`` reward."""
 
@@ -176,14 +141,7 @@ class Model:
     needs: tuple[str, ...] = ()
     revision = ""
 
-    def setup(
-        self,
-        device: str,
-        *,
-        weights: str = "THUDM/ImageReward",
-        tokenizer: str = "google-bert/bert-base-uncased",
-        dtype: str = "auto",
-    ) -> None:
+    def setup(self, device: str, *, weights: str = WEIGHTS, tokenizer: str = TOKENIZER, dtype: str = "auto") -> None:
         """Load the checkpoint; sizes come from its shapes and ``med_config.json``, so that small ones load, too.
 
         Args:
@@ -195,39 +153,25 @@ class Model:
         Raises:
             RewardLoadError: files are missing or damaged, or a key is missing, unexpected or of another shape.
         """
-        if dtype != "auto" and dtype not in DTYPES:
-            raise RewardLoadError(f"dtype of imagereward is {dtype!r}; it can be auto, {', '.join(DTYPES)}")
-        self._dtype = DTYPES["float32" if dtype == "auto" else dtype]
+        self._dtype = dtype_of(dtype, self.name)
         self._device = torch.device(device)
-        checkpoint, vocabulary = (files.locate(source, reward=self.name) for source in sources(weights, tokenizer))
-        path = checkpoint / "ImageReward.pt"
-        state = files.read_state_dict(path)
-        vision, text = vision_sizes(state), read_text_config(checkpoint / "med_config.json")
-        network = Network(vision, text)
-        files.load_strictly(network, files.rename(state, network_name), str(path))
-        self._tokenizer = _read_tokenizer(vocabulary / "vocab.txt", text["vocab_size"])
-        self._side = vision["side"]
+        checkpoint = read(weights, tokenizer, self.name)
+        with no_init_weights():
+            network = Network(checkpoint.vision, checkpoint.text)
+        files.load_strictly(network, files.rename(checkpoint.state, network_name), str(checkpoint.path))
+        self._tokenizer = _read_tokenizer(checkpoint.vocabulary, checkpoint.text["vocab_size"])
+        self._side = checkpoint.vision["side"]
         self._network = network.eval().requires_grad_(False).to(self._device)
         self._network.vision.to(self._dtype)
         self._network.text.to(self._dtype)
-        self._pixel_mean = torch.tensor(PIXEL_MEAN, device=self._device)[:, None, None]
-        self._pixel_std = torch.tensor(PIXEL_STD, device=self._device)[:, None, None]
-        digest = files.sha256(path)
-        self.revision = digest[:12]
         self.provenance = {
-            "weights": f"sha256:{digest}",
-            "tokenizer": f"sha256:{files.sha256(vocabulary / 'vocab.txt')}",
+            **checkpoint.provenance(),
             "preprocessing": f"imagereward-pil-bicubic-crop-{self._side}/1",
             "dtype": str(self._dtype).removeprefix("torch."),
         }
+        self.revision = self.provenance["weights"].removeprefix("sha256:")[:12]
 
-    def sources(
-        self,
-        *,
-        weights: str = "THUDM/ImageReward",
-        tokenizer: str = "google-bert/bert-base-uncased",
-        **_: Any,
-    ) -> tuple[files.Source, ...]:
+    def sources(self, *, weights: str = WEIGHTS, tokenizer: str = TOKENIZER, **_: Any) -> tuple[files.Source, ...]:
         """The files that setup reads."""
         return sources(weights, tokenizer)
 
@@ -248,11 +192,10 @@ class Model:
 
     def _pixels(self, images: Sequence[Image]) -> torch.Tensor:
         """Normalised pixels (B, 3, side, side) on the device; they travel there as bytes."""
-        pixels = torch.from_numpy(np.stack([crop(image, self._side) for image in images]))
-        if self._device.type == "cuda":
-            pixels = pixels.pin_memory().to(self._device, non_blocking=True)
-        unit = pixels.permute(0, 3, 1, 2).float().div(255)
-        return unit.sub(self._pixel_mean).div(self._pixel_std).to(self._dtype)
+        with ThreadPoolExecutor(min(len(images), os.cpu_count() or 1, 8)) as pool:
+            crops = list(pool.map(partial(crop, side=self._side), images))
+        pixels = to_device(torch.from_numpy(np.stack(crops)), self._device).permute(0, 3, 1, 2)
+        return normalised(pixels.float() / 255, PIXEL_MEAN, PIXEL_STD).to(self._dtype)
 
     def _tokens(self, prompts: Sequence[str]) -> tuple[torch.Tensor, torch.Tensor, list[float]]:
         """Ids and mask (B, 35) on the device, and whether each prompt was cut; a repeated prompt is split once."""
@@ -267,24 +210,8 @@ class Model:
         return ids, mask, truncated
 
 
-def read_text_config(path: Path) -> dict[str, Any]:
-    """The text encoder's sizes.
-
-    Raises:
-        RewardLoadError: the file is not JSON, or lacks one of them.
-    """
-    defaults = {"layer_norm_eps": 1e-12, "hidden_act": "gelu", "max_position_embeddings": 512}
-    try:
-        config = {**defaults, **json.loads(path.read_text())}
-        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
-            config[name] = int(config[name])
-    except (ValueError, TypeError, KeyError) as error:
-        raise RewardLoadError(f"{path} is no configuration of BERT: {type(error).__name__} {error}") from error
-    return config
-
-
 def _read_tokenizer(path: Path, vocab_size: int) -> BertTokenizer:
-    """bert-base-uncased with BLIP's [DEC] and [ENC] after its vocabulary, as the text encoder's embeddings have them."""
+    """bert-base-uncased with BLIP's [DEC] and [ENC] after its vocabulary, as the embeddings have them."""
     vocabulary = {token: i for i, token in enumerate(path.read_text(encoding="utf-8").splitlines())}
     tokenizer = BertTokenizer(vocab=vocabulary)
     tokenizer.add_special_tokens({"bos_token": "[DEC]", "additional_special_tokens": ["[ENC]"]})
