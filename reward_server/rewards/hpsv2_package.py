@@ -39,6 +39,8 @@ SCALES = {"raw": 1.0, "x100": 100.0}
 CONTEXT = 77
 VOCABULARY = "bpe_simple_vocab_16e6.txt.gz"
 
+make_importable()
+
 
 class Model:
     """The ``hpsv2_package`` reward."""
@@ -112,7 +114,6 @@ class Model:
 
 def _import_package() -> ModuleType:
     """The package's own copy of open_clip."""
-    make_importable()
     # one of its modules imports turtle by mistake, which needs Tk, which slim systems lack
     turtle = ModuleType("turtle")
     turtle.forward = None  # type: ignore[attr-defined]
