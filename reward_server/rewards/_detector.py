@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import nn
 from torch.nn import functional
 from transformers import Mask2FormerConfig, Mask2FormerForUniversalSegmentation
 
@@ -56,7 +57,7 @@ class Detection:
 class Detector:
     """A loaded Mask2Former; call :meth:`detect`."""
 
-    def __init__(self, model: Mask2FormerForUniversalSegmentation, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
         self._model = model.to(device=device, dtype=dtype)
         self._device, self._dtype = device, dtype
         self._mean = torch.tensor(_MEAN, device=device)[:, None, None]
@@ -153,19 +154,16 @@ def _postprocess(
     scores, pairs = scores[likely], pairs[likely]
     if not len(scores):
         return []
-    queries, inverse = (pairs // classes).unique(return_inverse=True)
-    upsampled = functional.interpolate(masks[queries][None], padded, mode="bilinear", align_corners=False)
+    upsampled = functional.interpolate(masks[pairs // classes][None], padded, mode="bilinear", align_corners=False)
     upsampled = upsampled[:, :, : resized[0], : resized[1]]
     upsampled = functional.interpolate(upsampled, original, mode="bilinear", align_corners=False)[0]
     inside = upsampled > 0
-    certainty = (upsampled.sigmoid() * inside).sum(dim=(1, 2)) / (inside.sum(dim=(1, 2)) + 1e-6)
-    scores = scores * certainty[inverse]
-    order = [i for i in scores.argsort(descending=True).tolist() if scores[i] > min_score]
-    masks_cpu = inside.cpu().numpy()
-    return [
-        Detection(int(pairs[i]) % classes, float(scores[i]), _extent(mask := masks_cpu[int(inverse[i])]), mask)
-        for i in order
-    ]
+    scores = scores * (upsampled.sigmoid() * inside).sum(dim=(1, 2)) / (inside.sum(dim=(1, 2)) + 1e-6)
+    sure = scores > min_score
+    scores, labels, inside = scores[sure], (pairs % classes)[sure], inside[sure]
+    found = zip(labels.tolist(), scores.tolist(), inside.cpu().numpy(), strict=True)
+    detections = [Detection(label, score, _extent(mask), mask) for label, score, mask in found]
+    return sorted(detections, key=lambda detection: -detection.score)
 
 
 def _extent(mask: NDArray[np.bool_]) -> tuple[float, float, float, float]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from transformers import Mask2FormerConfig, SwinConfig
@@ -138,31 +139,30 @@ def config_of(state: Mapping[str, torch.Tensor], labels: tuple[str, ...]) -> Mas
         depths = [_count(state, rf"backbone\.stages\.{stage}\.blocks\.(\d+)\.") for stage in range(4)]
         table = "backbone.stages.{}.blocks.0.attn.w_msa.relative_position_bias_table"
         points = state["panoptic_head.pixel_decoder.encoder.layers.0.attentions.0.attention_weights.weight"].shape[0]
-        backbone = SwinConfig(
-            embed_dim=state["backbone.patch_embed.projection.weight"].shape[0],
-            depths=depths,
-            num_heads=[state[table.format(stage)].shape[1] for stage in range(4)],
-            window_size=(round(state[table.format(0)].shape[0] ** 0.5) + 1) // 2,
-            drop_path_rate=0.0,
-            out_features=["stage1", "stage2", "stage3", "stage4"],
-        )
+        backbone: dict[str, Any] = {
+            "embed_dim": state["backbone.patch_embed.projection.weight"].shape[0],
+            "depths": depths,
+            "num_heads": [state[table.format(stage)].shape[1] for stage in range(4)],
+            "window_size": (round(state[table.format(0)].shape[0] ** 0.5) + 1) // 2,
+            "drop_path_rate": 0.0,
+            "out_features": ["stage1", "stage2", "stage3", "stage4"],
+        }
         queries, width = state["panoptic_head.query_feat.weight"].shape
         classes = state["panoptic_head.cls_embed.weight"].shape[0] - 1
-        config = Mask2FormerConfig(
-            backbone_config=backbone,
-            feature_size=width,
-            hidden_dim=width,
-            mask_feature_size=state["panoptic_head.pixel_decoder.mask_feature.weight"].shape[0],
-            encoder_layers=_count(state, r"panoptic_head\.pixel_decoder\.encoder\.layers\.(\d+)\."),
-            encoder_feedforward_dim=state[
-                "panoptic_head.pixel_decoder.encoder.layers.0.ffns.0.layers.0.0.weight"
-            ].shape[0],
-            decoder_layers=1 + _count(state, r"panoptic_head\.transformer_decoder\.layers\.(\d+)\."),
-            dim_feedforward=state["panoptic_head.transformer_decoder.layers.0.ffns.0.layers.0.0.weight"].shape[0],
-            num_attention_heads=_DECODER_HEADS,
-            num_queries=queries,
-            num_labels=classes,
-        )
+        hidden = "panoptic_head.{}.layers.0.ffns.0.layers.0.0.weight"
+        sizes: dict[str, Any] = {
+            "backbone_config": SwinConfig(**backbone),
+            "feature_size": width,
+            "hidden_dim": width,
+            "mask_feature_size": state["panoptic_head.pixel_decoder.mask_feature.weight"].shape[0],
+            "encoder_layers": _count(state, r"panoptic_head\.pixel_decoder\.encoder\.layers\.(\d+)\."),
+            "encoder_feedforward_dim": state[hidden.format("pixel_decoder.encoder")].shape[0],
+            "decoder_layers": 1 + _count(state, r"panoptic_head\.transformer_decoder\.layers\.(\d+)\."),
+            "dim_feedforward": state[hidden.format("transformer_decoder")].shape[0],
+            "num_attention_heads": _DECODER_HEADS,
+            "num_queries": queries,
+            "num_labels": classes,
+        }
     except KeyError as error:
         raise RewardLoadError(f"the checkpoint is no Mask2Former with a Swin backbone: it lacks {error}") from None
     if points != _DECODER_HEADS * 3 * 4:
@@ -171,8 +171,7 @@ def config_of(state: Mapping[str, torch.Tensor], labels: tuple[str, ...]) -> Mas
         )
     if classes != len(labels):
         raise RewardLoadError(f"the checkpoint detects {classes} classes, not the {len(labels)} of COCO instances")
-    config.id2label = dict(enumerate(labels))
-    return config
+    return Mask2FormerConfig(**sizes)
 
 
 def _count(state: Mapping[str, torch.Tensor], pattern: str) -> int:

@@ -9,17 +9,18 @@ here it is the reward's dtype.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import numpy as np
 import PIL.Image
 import torch
-from numpy.typing import NDArray
+from torch import nn
 from torch.nn import functional
-from transformers import CLIPConfig, CLIPModel, CLIPTokenizer
 
 from reward_server import weights
 from reward_server.contract import Image
-from reward_server.rewards import _hub
+from reward_server.rewards import _clip
 from reward_server.rewards._detector import Detection
 from reward_server.rewards._geneval_rules import COLOURS
 
@@ -27,14 +28,12 @@ BACKGROUND = (0x99, 0x99, 0x99)
 BATCH = 64
 """Crops that go through CLIP together"""
 _TEMPLATES = ("a photo of a {colour} {name}", "a photo of a {colour}-colored {name}", "a photo of a {colour} object")
-_MEAN, _STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 
 
 def source(name: str) -> weights.Source:
     """What the classifier reads of a hub id or folder."""
-    return weights.Source(
-        name, ("config.json", "model.safetensors|pytorch_model.bin", "vocab.json", "merges.txt"), licence="MIT"
-    )
+    return weights.Source(name, (*_clip.MODEL_FILES, *_clip.TOKENIZER_FILES), licence="MIT")
 
 
 class ColourClassifier:
@@ -46,17 +45,13 @@ class ColourClassifier:
         Raises:
             RewardLoadError: files are missing or damaged, or are another model's.
         """
-        needed = source(name)
-        folder = weights.locate(needed, reward=reward)
-        path = weights.find(folder, needed.files[1])
-        config = CLIPConfig.from_json_file(folder / "config.json")
-        model = _hub.build(CLIPModel, config, weights.read_state_dict(path), path, unused=("position_ids",))
-        self._model = model.to(device=device, dtype=dtype)
-        self._tokenizer = CLIPTokenizer.from_pretrained(folder, local_files_only=True)
-        self._device, self._dtype = device, dtype
-        self._side: int = config.vision_config.image_size
-        self._mean = torch.tensor(_MEAN, device=device)[:, None, None]
-        self._std = torch.tensor(_STD, device=device)[:, None, None]
+        folder = weights.locate(source(name), reward=reward)
+        model, path = _clip.read_model(folder)
+        vision: Any = model.config.vision_config
+        self._side: int = vision.image_size
+        module: nn.Module = model
+        module.to(device=device, dtype=dtype).eval()
+        self._clip = _clip.Clip(model, _clip.tokenizer_of(folder), partial(_normalised, device=device))
         self._classifiers: dict[str, torch.Tensor] = {}
         self.sha256 = weights.sha256(path)
 
@@ -66,12 +61,7 @@ class ColourClassifier:
         colours: list[str] = []
         for start in range(0, len(objects), BATCH):
             batch = objects[start : start + BATCH]
-            crops = np.stack([crop(image, detection, self._side) for image, detection, _ in batch])
-            pixels = torch.from_numpy(crops).to(self._device).permute(0, 3, 1, 2).float() / 255
-            pixels = ((pixels - self._mean) / self._std).to(self._dtype)
-            features = functional.normalize(
-                self._model.get_image_features(pixel_values=pixels).pooler_output.float(), dim=-1
-            )
+            features = self._clip.image_features([crop(image, found, self._side) for image, found, _ in batch])
             classifiers = torch.stack([self._classifier(name) for _, _, name in batch])
             best = torch.einsum("bd,bcd->bc", features, classifiers).argmax(dim=1)
             colours += [COLOURS[index] for index in best.tolist()]
@@ -81,20 +71,25 @@ class ColourClassifier:
         """Text embeddings [colours, D] for a class of objects."""
         if name not in self._classifiers:
             texts = [template.format(colour=colour, name=name) for colour in COLOURS for template in _TEMPLATES]
-            tokens = self._tokenizer(texts, padding=True, return_tensors="pt").to(self._device)
-            features = functional.normalize(self._model.get_text_features(**tokens).pooler_output.float(), dim=-1)
-            means = features.unflatten(0, (len(COLOURS), len(_TEMPLATES))).mean(dim=1)
+            features, _ = self._clip.text_features(texts)
+            means = features.reshape(len(COLOURS), len(_TEMPLATES), -1).mean(dim=1)
             self._classifiers[name] = functional.normalize(means, dim=-1)
         return self._classifiers[name]
 
 
-def crop(image: Image, detection: Detection, side: int) -> NDArray[np.uint8]:
+def _normalised(crops: Sequence[Image], *, device: torch.device) -> torch.Tensor:
+    pixels = _clip.to_device(torch.from_numpy(np.stack(crops)), device).permute(0, 3, 1, 2).float() / 255
+    return _clip.normalised(pixels, MEAN, STD)
+
+
+def crop(image: Image, detection: Detection, side: int) -> Image:
     """[side, side, 3] of an object on grey: what CLIP looks at."""
     picture = PIL.Image.fromarray(image)
     if detection.mask is not None:
         blank = PIL.Image.new("RGB", picture.size, BACKGROUND)
         picture = PIL.Image.composite(picture, blank, PIL.Image.fromarray(detection.mask))
-    picture = picture.crop(tuple(round(edge) for edge in detection.box))
+    left, top, right, bottom = map(round, detection.box)
+    picture = picture.crop((left, top, right, bottom))
     width, height = picture.size
     short = min(width, height)
     width, height = int(side * width / short), int(side * height / short)

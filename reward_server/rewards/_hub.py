@@ -6,12 +6,14 @@ made of them, and tells what it could not use.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.utils import logging
 
 from reward_server.rewards.base import RewardLoadError
 
@@ -38,20 +40,40 @@ def build(
         RewardLoadError: a key is missing or unexpected, or a shape differs; the message names the first few.
     """
     state = {key: value for key, value in state.items() if not key.endswith(unused)}
-    try:
-        built, report = model.from_pretrained(
-            None, config=config, state_dict=state, output_loading_info=True, dtype=torch.float32
+    with _quiet():
+        loaded: Any = model.from_pretrained(
+            None,
+            config=config,
+            state_dict=state,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are reported, and refused below
+            dtype=torch.float32,
         )
-    except RuntimeError as error:  # shapes that differ
-        raise RewardLoadError(f"{path} does not fit the model: {' '.join(str(error).split())[:300]}") from error
+    built: M
+    built, report = loaded
     missing = sorted(key for key in report["missing_keys"] if not key.endswith(unused))
     unexpected = sorted(report["unexpected_keys"])
-    if missing or unexpected:
-        raise RewardLoadError(
-            f"{path} does not fit the model; {len(missing)} keys are missing: {', '.join(missing[:5])}; "
-            f"{len(unexpected)} are unexpected: {', '.join(unexpected[:5])}"
-        )
-    return built.eval()
+    shapes = sorted(f"{key} {list(own)}, not {list(wanted)}" for key, own, wanted in report["mismatched_keys"])
+    problems = (("missing", missing), ("unexpected", unexpected), ("of another shape", shapes))
+    if any(keys for _, keys in problems):
+        told = "; ".join(f"{len(keys)} {what}: {', '.join(keys[:5])}" for what, keys in problems if keys)
+        raise RewardLoadError(f"{path} does not fit the model; keys {told}")
+    return built
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without transformers' own report and progress bar: what is wrong is an error here, and the rest is no news."""
+    settings: Any = logging
+    verbosity, bars = settings.get_verbosity(), settings.is_progress_bar_enabled()
+    settings.set_verbosity_error()
+    settings.disable_progress_bar()
+    try:
+        yield
+    finally:
+        settings.set_verbosity(verbosity)
+        if bars:
+            settings.enable_progress_bar()
 
 
 def dtype_of(name: str, reward: str) -> torch.dtype:
