@@ -3,9 +3,12 @@ PYTHON ?= python3
 VENV ?= .venv
 CONSTRAINTS ?= constraints.txt
 BIN := $(VENV)/bin
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS)
+# two stamps: what the demo needs, and that with what the tests need
 INSTALLED := $(VENV)/.installed
+DEVELOP := $(VENV)/.develop
 
-.PHONY: help demo test lint types format coverage pretrain clean
+.PHONY: help demo test lint types format pretrain locks clean
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -16,19 +19,22 @@ demo: $(INSTALLED) ## the main job: train the small model by MAR-GRPO with an em
 test: lint types ## lint, type-check and run the whole test suite with coverage
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --cov --cov-report=term
 
-lint: $(INSTALLED) ## ruff
+lint: $(DEVELOP) ## ruff
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-types: $(INSTALLED) ## mypy, strict on trainer and reward_server
+types: $(DEVELOP) ## mypy, strict on trainer and reward_server
 	$(BIN)/mypy
 
-format: $(INSTALLED) ## let ruff rewrite the code
+format: $(DEVELOP) ## let ruff rewrite the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 pretrain: $(INSTALLED) ## make the small policy's base checkpoint again
 	$(BIN)/python trainer/pretrain.py
+
+locks: $(DEVELOP) ## write the lock files of docker/requirements again, with the newest versions that fit
+	$(BIN)/python docker/requirements/lock.py docker/requirements/*.in
 
 clean: ## remove what builds and runs left, but not the runs
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .coverage
@@ -37,5 +43,9 @@ $(INSTALLED): pyproject.toml $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "Python 3.11 or newer is needed: make PYTHON=/path/to/python3.11 ..."; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[dev]'
+	$(INSTALL) -e .
+	touch $@
+
+$(DEVELOP): $(INSTALLED)
+	$(INSTALL) -e '.[dev]'
 	touch $@
