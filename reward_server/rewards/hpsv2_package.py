@@ -37,7 +37,6 @@ WEIGHTS = "xswu/HPSv2"
 CHECKPOINTS = {"2.0": "HPS_v2_compressed.pt", "2.1": "HPS_v2.1_compressed.pt"}
 SCALES = {"raw": 1.0, "x100": 100.0}
 CONTEXT = 77
-VOCABULARY = "bpe_simple_vocab_16e6.txt.gz"
 
 make_importable()
 
@@ -75,7 +74,7 @@ class Model:
         path = files.find(files.locate(self._source(version, weights), reward=self.name), CHECKPOINTS[version])
         self._scale, self._device = scale, torch.device(device)
         self._autocast = dtype == "auto" and self._device.type == "cuda"
-        self._package = _import_package()
+        self._package = import_package()
         self._model, self._preprocess = _build(self._package, path, self._device)
         files.load_strictly(self._model, files.read_state_dict(path), str(path))
         self._model.eval().requires_grad_(False)
@@ -112,32 +111,36 @@ class Model:
         return Score(raw * SCALES[self._scale], {**details, "truncated": float(len(whole) + 2 > CONTEXT)})
 
 
-def _import_package() -> ModuleType:
+def import_package() -> ModuleType:
     """The package's own copy of open_clip."""
     # one of its modules imports turtle by mistake, which needs Tk, which slim systems lack
     turtle = ModuleType("turtle")
     turtle.forward = None  # type: ignore[attr-defined]
     sys.modules.setdefault("turtle", turtle)
-    with _vocabulary():
+    with _vocabulary_found():
         return import_module("hpsv2.src.open_clip")
 
 
-@contextmanager
-def _vocabulary() -> Iterator[None]:
-    """While the package is imported, which reads its vocabulary, a copy stands in for the file that its wheel lacks.
+def vocabulary() -> Path:
+    """The copy, in clip-anytorch, of the vocabulary that the package's wheel lacks.
 
     Raises:
-        ModuleNotFoundError: the package with the copy is not installed.
+        ModuleNotFoundError: that is not installed.
     """
     spec = find_spec("clip")
     if spec is None or not spec.submodule_search_locations:
         raise ModuleNotFoundError("No module named 'clip' (of clip-anytorch)", name="clip")
-    copy = Path(spec.submodule_search_locations[0]) / VOCABULARY
-    original = gzip.open
+    return Path(spec.submodule_search_locations[0]) / "bpe_simple_vocab_16e6.txt.gz"
+
+
+@contextmanager
+def _vocabulary_found() -> Iterator[None]:
+    """While the package is imported, which reads its vocabulary, the copy stands in for a missing one."""
+    copy, original = vocabulary(), gzip.open
 
     def opened(name: Any, *args: Any, **kwargs: Any) -> Any:
         path = Path(name)
-        return original(copy if path.name == VOCABULARY and not path.exists() else path, *args, **kwargs)
+        return original(copy if path.name == copy.name and not path.exists() else path, *args, **kwargs)
 
     gzip.open = opened  # type: ignore[assignment]
     try:

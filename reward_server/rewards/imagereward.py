@@ -64,7 +64,7 @@ class Network(nn.Module):
 
     def __init__(self, vision: Mapping[str, int], text: Mapping[str, Any]) -> None:
         super().__init__()
-        self.vision = BlipVisionModel(
+        self.vision: nn.Module = BlipVisionModel(
             BlipVisionConfig(
                 hidden_size=vision["width"],
                 intermediate_size=vision["hidden"],
@@ -84,7 +84,7 @@ class Network(nn.Module):
         config = BlipTextConfig(
             **sizes_of_text, encoder_hidden_size=vision["width"], is_decoder=True, bos_token_id=None
         )
-        self.text = BlipTextModel(config, add_pooling_layer=False)
+        self.text: nn.Module = BlipTextModel(config, add_pooling_layer=False)
         sizes = (text["hidden_size"], 1024, 128, 64, 16, 1)
         first, second, third, fourth, last = (nn.Linear(*pair) for pair in itertools.pairwise(sizes))
         # the dropouts keep the places that they have in the checkpoint's names; there are no activations
