@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from scipy.stats import spearmanr
 from transformers import CLIPModel, CLIPTokenizer
 
-from reward_server.rewards.shapes import Model as ShapesReward
+from reward_server.rewards.shapes import parse, verify
 from trainer.algorithm.seeds import derive_seed
 from trainer.evaluate import bootstrap
 from trainer.policies.small import SmallPolicy
@@ -40,7 +40,7 @@ from trainer.shapes import Scene, all_scenes, render, split_scenes
 Values = Mapping[str, Sequence[float]]
 
 
-def captions_told_apart(clip: CLIPModel, texts: torch.Tensor, images: torch.Tensor, scenes: Sequence[Scene]) -> Values:
+def captions_told_apart(texts: torch.Tensor, images: torch.Tensor, scenes: Sequence[Scene]) -> Values:
     """Per prompt, the share of its images that prefer its caption to all captions with one attribute changed.
 
     ``texts``: vectors of all_scenes(); ``images`` (P, M, D): of M images for each of ``scenes``.
@@ -83,16 +83,21 @@ def images_told_apart(
     return shares
 
 
+def _can_have(scene: Scene, fault: str) -> bool:
+    return not (fault == "relation" and scene.relation is None) and not (fault == "missing" and len(scene.kinds) == 1)
+
+
 def agreement(clip: CLIPModel, texts: torch.Tensor, scenes: Sequence[Scene], count: int) -> Values:
     """Against the programmatic reward on the small policy's own samples, at the demo's settings."""
-    policy, shapes = SmallPolicy.load(CODEC), ShapesReward()
+    policy = SmallPolicy.load(CODEC)
     found: dict[str, list[float]] = defaultdict(list)
     for i, scene in enumerate(scenes):
-        prompts = [scene.prompt] * count
-        tokens = policy.rollout(prompts, [derive_seed("agreement", i, m) for m in range(count)]).tokens
+        tokens = policy.rollout([scene.prompt] * count, [derive_seed("agreement", i, m) for m in range(count)]).tokens
         images = policy.decode(tokens)
         learned = (embed_images(clip, images) @ texts[i]).numpy()
-        scores = shapes.score(images, prompts, [{}] * count)
+        claim = parse(scene.prompt)
+        assert claim is not None
+        scores = [verify(image, claim) for image in images]
         dense = np.array([score.value for score in scores])
         strict = np.array([score.details["strict"] for score in scores])
         _pairs(found["pairs of one prompt: the one with the higher `shapes`"], learned, dense)
@@ -103,7 +108,7 @@ def agreement(clip: CLIPModel, texts: torch.Tensor, scenes: Sequence[Scene], cou
 
 
 def _pairs(shares: list[float], learned: NDArray[np.float64], truth: NDArray[np.float64]) -> None:
-    """Append the share of pairs that differ in ``truth`` and that ``learned`` puts in the same order, if there are any."""
+    """Append the share of pairs that differ in ``truth`` which ``learned`` puts in the same order, if there are any."""
     better = truth[:, None] > truth[None] + 1e-6
     if better.any():
         shares.append(float((learned[:, None] > learned[None])[better].mean()))
@@ -111,7 +116,7 @@ def _pairs(shares: list[float], learned: NDArray[np.float64], truth: NDArray[np.
 
 def table(title: str, columns: Mapping[str, Values]) -> None:
     """Print means with intervals, a row for each name."""
-    print(f"\n| {title} | prompts | " + " | ".join(columns) + " |\n|---" * 1 + "|---" * (len(columns) + 1) + "|")
+    print(f"\n| {title} | prompts | {' | '.join(columns)} |\n" + "|---" * (len(columns) + 2) + "|")
     for name, values in next(iter(columns.values())).items():
         cells = []
         for column in columns.values():
@@ -128,7 +133,7 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=8, help="of each prompt (default: %(default)s)")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    clip = CLIPModel.from_pretrained(arguments.weights, dtype=torch.float32).eval()
+    clip = CLIPModel.from_pretrained(arguments.weights, dtype=torch.float32)  # in evaluation mode
     tokenizer = CLIPTokenizer.from_pretrained(arguments.weights)
     texts = embed_texts(clip, tokenizer, [scene.prompt for scene in all_scenes()])
     row = {scene.prompt: i for i, scene in enumerate(all_scenes())}
@@ -139,7 +144,7 @@ def main() -> None:
     by_caption, by_image = {}, {}
     for column, pictures in {"as drawn": drawn, "roughened": roughen(drawn, SmallPolicy.load(CODEC), rng)}.items():
         images = embed_images(clip, pictures).reshape(len(scenes), arguments.images, -1)
-        by_caption[column] = captions_told_apart(clip, texts, images, scenes)
+        by_caption[column] = captions_told_apart(texts, images, scenes)
         by_image[column] = images_told_apart(clip, own, images, scenes, rough=column == "roughened")
     table("an image prefers its prompt to all with a changed ...", by_caption)
     table("a prompt prefers its image to one with a fault: ...", by_image)

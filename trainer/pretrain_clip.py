@@ -272,7 +272,7 @@ def train(tokenizer: CLIPTokenizer, steps: int, batch: int, learning_rate: float
     """Train from random weights."""
     rng = np.random.default_rng(seed)
     torch.manual_seed(seed)
-    model = build_model(tokenizer).train()
+    model = build_model(tokenizer)
     codec = SmallPolicy.load(CODEC)
     decayed = [p for p in model.parameters() if p.ndim >= 2]
     others = [p for p in model.parameters() if p.ndim < 2]
@@ -293,7 +293,7 @@ def train(tokenizer: CLIPTokenizer, steps: int, batch: int, learning_rate: float
             model.logit_scale.clamp_(max=math.log(100))  # as CLIP was trained
         if step % 50 == 0:
             progress.set_postfix(loss=f"{loss.item():.3f}")
-    return model.eval()
+    return model
 
 
 def main() -> None:
@@ -318,7 +318,7 @@ def main() -> None:
         arguments.learning_rate,
         arguments.seed,
     )
-    model.half().save_pretrained(arguments.out)
+    model.to(torch.float16).save_pretrained(arguments.out)
     parameters = sum(p.numel() for p in model.parameters())
     print(f"{arguments.out}: {parameters:,} parameters; {(time.monotonic() - started) / 60:.1f} min")
 
