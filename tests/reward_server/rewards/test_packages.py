@@ -1,4 +1,4 @@
-"""The rewards that call the packages hpsv2 and image-reward, as far as they can be tested where those are not installed.
+"""The rewards that call the packages hpsv2 and image-reward, as far as testable where those are not installed.
 
 Their numbers: tests/integration/test_environments_side_by_side.py.
 """
