@@ -260,11 +260,11 @@ def _tokens(logprobs: Any) -> tuple[Token, ...]:
 
 
 def _token(entry: Any) -> Token:
+    text = _text(entry["token"])
     candidates: dict[str, float] = {}
     for candidate in entry.get("top_logprobs") or []:
-        text = _text(candidate["token"])
-        candidates[text] = candidates.get(text, 0.0) + _probability(candidate["logprob"])
-    text = _text(entry["token"])
+        other = _text(candidate["token"])
+        candidates[other] = candidates.get(other, 0.0) + _probability(candidate["logprob"])
     if text not in candidates:
         candidates[text] = _probability(entry["logprob"])
     return Token(text, candidates)

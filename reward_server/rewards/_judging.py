@@ -90,7 +90,8 @@ class Judge:
         log.info("judge %s at %s: scored by %s", self._model, self._chat.url, ", then ".join(self.stages))
 
     def _offers(self, way: str, image_urls: Sequence[str], quoted: str) -> bool:
-        for self._top in TOP_LOGPROBS if way == "logprobs" else TOP_LOGPROBS[:1]:
+        for top in TOP_LOGPROBS if way == "logprobs" else (self._top,):
+            self._top = top
             try:
                 reply = self._complete(way, image_urls, quoted, again=0)
             except ChatError as error:

@@ -102,16 +102,9 @@ class Model:
         found = load(template or self.default_template)
         if scale not in self.scalings:
             raise RewardLoadError(f"scale is {scale!r}; it can be {', '.join(self.scalings)}")
-        least = {"asks": (asks, 1), "concurrency": (concurrency, 1), "max_prompt_chars": (max_prompt_chars, 1)}
-        least |= {
-            "max_pixels": (max_pixels, 1),
-            "resize": (resize, 0),
-            "opponents": (opponents, 0),
-            "retries": (retries, 0),
-        }
-        for option, (value, bound) in least.items():
-            if value < bound:
-                raise RewardLoadError(f"{option} is {value}, and must be at least {bound}")
+        _at_least(1, asks=asks, concurrency=concurrency, max_prompt_chars=max_prompt_chars, max_pixels=max_pixels)
+        _at_least(0, resize=resize, opponents=opponents, retries=retries, max_retry_after_s=max_retry_after_s)
+        _at_least(0.001, connect_timeout_s=connect_timeout_s, timeout_s=timeout_s)
         if not 0 < min_mass <= 1:
             raise RewardLoadError(f"min_mass is {min_mass}, and must be above 0 and at most 1")
         self.chat = ChatClient(
@@ -222,6 +215,12 @@ class Model:
             reasons = "; ".join(dict.fromkeys(verdict.reason for verdict in both if verdict.reason))
             return Score(None, details, f"none of its {len(meetings)} comparisons succeeded: {reasons[:1000]}")
         return self._scored(sum(wins) / len(wins), details)
+
+
+def _at_least(least: float, **options: float) -> None:
+    for option, value in options.items():
+        if value < least:
+            raise RewardLoadError(f"{option} is {value}, and must be at least {least}")
 
 
 def _no_group(members: Sequence[int], prompts: Sequence[str]) -> str | None:
