@@ -7,11 +7,14 @@ module loads neither FastAPI nor Redis nor torch.
 
 from __future__ import annotations
 
+import os
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator
 
+from reward_server.contract import NAME_PATTERN
 from reward_server.options_tree import Heading
 
 ENV_PREFIX = "REWARD_SERVER_"
@@ -24,6 +27,11 @@ PROCESSES = Heading("rewards and processes")
 PAYLOADS = Heading("payloads")
 LIMITS = Heading("limits")
 LOGGING = Heading("logging")
+
+ENVS: Any = Field(
+    default_factory=lambda: Path(os.environ.get(f"{ENV_PREFIX}ENVS", "~/.cache/mar-grpo/envs")),
+    description="folder of the rewards' own environments (reward-server env NAME makes one)",
+)
 
 LogLevel = Annotated[Literal["debug", "info", "warning", "error"], LOGGING]
 
@@ -140,6 +148,9 @@ class WorkerSettings(Access, WorkerTuning):
     reward: Annotated[str, MODEL] = Field(
         default="shapes", description="the reward to serve: a file name of reward_server/rewards, or module:Class"
     )
+    name: Annotated[str | None, MODEL] = Field(
+        default=None, pattern=NAME_PATTERN, description="what requests call it; its own name when not set"
+    )
     redis_url: Annotated[str, ACCESS] = Field(
         default=DEFAULT_REDIS_URL, description="Redis: redis://host:port/db, rediss:// or unix:///path"
     )
@@ -152,6 +163,14 @@ class WorkerSettings(Access, WorkerTuning):
 class RewardSettings(WorkerTuning):
     """One reward of ``reward-server up`` and of the trainer's embedded server."""
 
+    reward: Annotated[str | None, MODEL] = Field(
+        default=None,
+        description="file name of reward_server/rewards, or module:Class, served under NAME; NAME itself when not set",
+    )
+    python: Annotated[Path | None, MODEL] = Field(
+        default=None,
+        description="interpreter of its workers; that of its own environment if made, else this one, when not set",
+    )
     workers: Annotated[int, MODEL] = Field(default=1, gt=0, description="processes that serve this reward")
 
 
@@ -162,6 +181,7 @@ class ServerSettings(Access):
         default_factory=lambda: {"shapes": RewardSettings()},
         description="rewards to serve: names (shapes,null) or a mapping of names to their settings",
     )
+    envs: Annotated[Path, PROCESSES] = ENVS
     host: Annotated[str, ACCESS] = Field(
         default="127.0.0.1", description="address to listen on; other than loopback only with a token"
     )
@@ -201,6 +221,14 @@ class ServerSettings(Access):
             if not value:
                 raise ValueError("at least one reward must be named")
             return {name: {} if options is None else options for name, options in value.items()}
+        return value
+
+    @field_validator("rewards")
+    @classmethod
+    def _names_can_be_served(cls, value: dict[str, RewardSettings]) -> dict[str, RewardSettings]:
+        for name, settings in value.items():
+            if settings.reward is not None and not re.match(NAME_PATTERN, name):
+                raise ValueError(f"{name!r} cannot be a reward's name, which must match {NAME_PATTERN}")
         return value
 
 

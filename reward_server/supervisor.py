@@ -17,7 +17,6 @@ says so. On Linux the kernel kills the children if even this process is killed.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import select
@@ -27,10 +26,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
@@ -38,7 +35,10 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, SecretStr
 
-from reward_server.settings import ENV_PREFIX, GatewaySettings, ServerSettings, WorkerSettings
+from reward_server.children import Child, die_with_parent, end, how_it_ended, tail
+from reward_server.environments import python_for
+from reward_server.rewards.base import RewardLoadError
+from reward_server.settings import ENV_PREFIX, GatewaySettings, RewardSettings, ServerSettings, WorkerSettings
 
 if TYPE_CHECKING:
     from reward_server.roster import Roster
@@ -46,8 +46,6 @@ if TYPE_CHECKING:
 Event = Mapping[str, str | bool | list[str] | dict[str, str]]
 
 _TICK_S = 0.05
-_STOP_S = 2.5
-"""Longest time that children have to end by themselves, seconds"""
 _PAUSE_S = (0.2, 10.0)
 """First and longest pause before a crashed child is started again; it doubles each time"""
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
@@ -59,20 +57,6 @@ class SupervisorError(RuntimeError):
     def __init__(self, message: str, *, mistake: bool = False) -> None:
         super().__init__(message)
         self.mistake = mistake
-
-
-@dataclass
-class _Child:
-    name: str
-    command: list[str]
-    environment: dict[str, str]
-    log: Path
-    reward: str | None = None
-    """Of a worker: its key in the settings' rewards"""
-    process: subprocess.Popen[str] | None = None
-    restarts: deque[float] = field(default_factory=deque)
-    start_at: float = 0.0
-    """When to start it again, monotonic seconds"""
 
 
 def environment_of(settings: BaseModel) -> dict[str, str]:
@@ -99,8 +83,8 @@ class Supervisor:
         self._logs = (settings.log_dir or self._folder).absolute()
         self._logs.mkdir(parents=True, exist_ok=True)
         self._redis_url = settings.redis_url or f"unix://{self._folder}/redis.sock"
-        self._children: list[_Child] = []
-        self._gateway: _Child | None = None
+        self._children: list[Child] = []
+        self._gateway: Child | None = None
         self._url: str | None = None
         self._names: dict[str, str] = {}  # served name of each of the settings' rewards, once all are ready
         self._roster: Roster | None = None
@@ -115,21 +99,19 @@ class Supervisor:
         return [str(self._payloads), str(self._folder)]
 
     def start(self) -> None:
-        """Start all children; :meth:`tick` says when they are ready."""
+        """Start all children; :meth:`tick` says when they are ready.
+
+        Raises:
+            SupervisorError: what a reward needs is not installed.
+        """
         if self._settings.redis_url is None:
             self._add("redis", _redis_command(self._folder))
         self._gateway = self._add("gateway", _program("gateway"), environment_of(self._gateway_settings()))
         for name, reward in self._settings.rewards.items():
-            settings = WorkerSettings(
-                **reward.model_dump(exclude={"workers"}),
-                reward=name,
-                redis_url=self._redis_url,
-                token=self._token,
-                log_level=self._settings.log_level,
-            )
+            program = _program("worker", self._python(name, reward))
+            variables = environment_of(self._worker_settings(name, reward))
             for index in range(reward.workers):
-                label = f"worker-{name.replace(':', '-')}-{index}"
-                self._add(label, _program("worker"), environment_of(settings), reward.threads, name)
+                self._add(f"worker-{name.replace(':', '-')}-{index}", program, variables, reward.threads, name)
         for child in self._children:
             self._spawn(child)
         from reward_server.roster import Roster  # here, while the children start: it loads Redis's client
@@ -153,17 +135,54 @@ class Supervisor:
             self._ready = True
             self._emit({"event": "ready", "url": str(self._url), "names": self._names})
         if not self._ready and time.monotonic() > self._deadline:
-            tails = "\n".join(f"{child.log}:\n{_tail(child.log, 10)}" for child in self._children)
-            raise SupervisorError(f"not ready after {self._settings.start_timeout_s:g} s\n{tails}")
+            raise self._too_slow()
 
     def stop(self) -> None:
         """End all children, Redis last, and remove the temporary folders."""
         if self._roster is not None:
             self._roster.close()
-        _end([child for child in self._children if child.name != "redis"])
-        _end([child for child in self._children if child.name == "redis"])
+        end([child for child in self._children if child.name != "redis"])
+        end([child for child in self._children if child.name == "redis"])
         for folder in self.folders:
             shutil.rmtree(folder, ignore_errors=True)
+
+    def _too_slow(self) -> SupervisorError:
+        assert self._roster is not None
+        ready = self._roster.names()
+        workers = [child for child in self._children if child.reward is not None]
+        late = [child.name for child in workers if child.process is None or child.process.pid not in ready]
+        whom = ", ".join(late) or "gateway"
+        tails = "\n".join(f"{child.log}:\n{tail(child.log, 10)}" for child in self._children)
+        return SupervisorError(
+            f"{whom} not ready after {self._settings.start_timeout_s:g} s; raise start_timeout_s for a model that "
+            f"loads for longer; the logs end:\n{tails}"
+        )
+
+    def _python(self, name: str, reward: RewardSettings) -> Path:
+        """The interpreter of a reward's workers.
+
+        Raises:
+            SupervisorError: there is none that has what the reward needs.
+        """
+        if reward.python is not None:
+            python = reward.python.expanduser()
+            if not os.access(python, os.X_OK):
+                raise SupervisorError(f"rewards.{name}.python: {python} cannot be run", mistake=True)
+            return python.absolute()
+        try:
+            return python_for(reward.reward or name, self._settings.envs)
+        except RewardLoadError as error:
+            raise SupervisorError(str(error), mistake=True) from error
+
+    def _worker_settings(self, name: str, reward: RewardSettings) -> WorkerSettings:
+        return WorkerSettings(
+            **reward.model_dump(exclude={"workers", "reward", "python"}),
+            reward=reward.reward or name,
+            name=None if reward.reward is None else name,
+            redis_url=self._redis_url,
+            token=self._token,
+            log_level=self._settings.log_level,
+        )
 
     def _gateway_settings(self) -> GatewaySettings:
         settings = self._settings
@@ -186,17 +205,17 @@ class Supervisor:
         variables: Mapping[str, str] | None = None,
         threads: int = 1,
         reward: str | None = None,
-    ) -> _Child:
+    ) -> Child:
         inherited = {key: value for key, value in os.environ.items() if not key.startswith(ENV_PREFIX)}
         package = str(Path(__file__).resolve().parent.parent)
         path = os.pathsep.join(filter(None, [package, inherited.get("PYTHONPATH")]))
         cores = dict.fromkeys(_THREAD_VARIABLES, str(threads))
         environment = {**inherited, **cores, "PYTHONPATH": path, **(variables or {})}
-        child = _Child(name, command, environment, self._logs / f"{name}.log", reward)
+        child = Child(name, command, environment, self._logs / f"{name}.log", reward)
         self._children.append(child)
         return child
 
-    def _spawn(self, child: _Child) -> None:
+    def _spawn(self, child: Child) -> None:
         child.log.touch(mode=0o600)
         with child.log.open("a", encoding="utf-8") as log:
             child.process = subprocess.Popen(
@@ -207,17 +226,17 @@ class Supervisor:
                 stderr=log,
                 text=True,
                 process_group=0,
-                preexec_fn=_die_with_parent if sys.platform == "linux" else None,
+                preexec_fn=die_with_parent if sys.platform == "linux" else None,
             )
         if child.reward is not None:
             self._pids.setdefault(child.reward, set()).add(child.process.pid)
 
-    def _crashed(self, child: _Child) -> None:
+    def _crashed(self, child: Child) -> None:
         """Note a child's end, and when to start it again."""
         assert child.process is not None
         code = child.process.returncode
-        how = _how_it_ended(code)
-        _end([child])
+        how = how_it_ended(code)
+        end([child])
         if not self._ready:
             self._failed_to_start(child, code)
         now = time.monotonic()
@@ -229,31 +248,31 @@ class Supervisor:
         pause = min(_PAUSE_S[0] * 2 ** len(child.restarts), _PAUSE_S[1])
         child.restarts.append(now)
         child.start_at = now + pause
-        message = f"{child.name} {how}; it starts again in {pause:g} s; its log ends:\n{_tail(child.log, 2)}"
+        message = f"{child.name} {how}; it starts again in {pause:g} s; its log ends:\n{tail(child.log, 2)}"
         self._emit({"event": "restarted", "message": message})
 
-    def _failed_to_start(self, child: _Child, code: int) -> NoReturn:
+    def _failed_to_start(self, child: Child, code: int) -> NoReturn:
         """
         Raises:
             SupervisorError: in the child's own words if it says that the user made a mistake (exit code 2).
         """
-        last = _tail(child.log, 1).strip()
+        last = tail(child.log, 1).strip()
         mark = f"reward-server {child.command[-1]}: error: "
         if code == 2 and last.startswith(mark):
             traceback = "Traceback (most recent call last)" in child.log.read_text(encoding="utf-8", errors="replace")
             kept = f"the traceback is in {child.log}" if self._settings.log_dir else "set log_dir to keep the traceback"
             raise SupervisorError(last.removeprefix(mark) + (f" ({kept})" if traceback else ""), mistake=True)
-        how = _how_it_ended(code)
-        raise SupervisorError(f"{child.name} {how} at the start; the end of its log:\n{_tail(child.log, 10)}")
+        how = how_it_ended(code)
+        raise SupervisorError(f"{child.name} {how} at the start; the end of its log:\n{tail(child.log, 10)}")
 
-    def _give_up(self, child: _Child, how: str) -> None:
+    def _give_up(self, child: Child, how: str) -> None:
         """Go on without a worker that crashes again and again.
 
         Raises:
             SupervisorError: it is no worker, or the last one.
         """
         why = f"{child.name} {how} after {len(child.restarts)} restarts"
-        log = f"its log ends:\n{_tail(child.log, 10)}"
+        log = f"its log ends:\n{tail(child.log, 10)}"
         left = {other.reward for other in self._children if other is not child and other.reward is not None}
         if child.reward is None or not left:
             raise SupervisorError(f"{why}; {log}")
@@ -294,17 +313,16 @@ class Supervisor:
         """Whether every worker has said by which name it serves its reward; then ``_names`` holds them."""
         assert self._roster is not None
         names = self._roster.names()
-        for child in self._children:
-            if child.reward is not None:
-                if child.process is None or child.process.pid not in names:
-                    return False
-                self._names[child.reward] = names[child.process.pid]
-        return True
+        workers = [child for child in self._children if child.reward is not None]
+        for child in workers:
+            if child.process is not None and child.process.pid in names:
+                self._names[str(child.reward)] = names[child.process.pid]
+        return all(child.process is not None and child.process.pid in names for child in workers)
 
 
-def _program(name: str) -> list[str]:
+def _program(name: str, python: Path | str = sys.executable) -> list[str]:
     """A command of this package; ``-P`` keeps the current folder's modules out of its way."""
-    return [sys.executable, "-P", "-m", "reward_server", name]
+    return [str(python), "-P", "-m", "reward_server", name]
 
 
 def _redis_command(folder: Path) -> list[str]:
@@ -320,41 +338,6 @@ def _redis_command(folder: Path) -> list[str]:
         "appendonly": "no",
     }
     return [str(get_binary_path()), *(part for name, value in options.items() for part in (f"--{name}", value))]
-
-
-def _die_with_parent() -> None:
-    """In the child, on Linux: be killed when the supervisor dies (prctl PR_SET_PDEATHSIG)."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-
-
-def _end(children: list[_Child]) -> None:
-    """SIGTERM, then SIGKILL to each child's process group."""
-    running = [child.process for child in children if child.process is not None]
-    for process in running:
-        if process.poll() is None:
-            process.terminate()
-    deadline = time.monotonic() + _STOP_S
-    for process in running:
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(max(0.0, deadline - time.monotonic()))
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        if process.stdout is not None:
-            process.stdout.close()
-    for child in children:
-        child.process = None
-
-
-def _how_it_ended(code: int) -> str:
-    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-
-
-def _tail(log: Path, lines: int) -> str:
-    if not log.is_file():
-        return "  (empty)"
-    last = log.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:]
-    return "\n".join(f"  {line}" for line in last) or "  (empty)"
 
 
 def main() -> int:

@@ -98,7 +98,10 @@ def load(name: str) -> Reward:
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        raise RewardLoadError(f"reward {name!r} needs the package {error.name!r}, which is not installed") from error
+        from reward_server.environments import cures  # here, since it imports this module
+
+        what = f"reward {name!r} needs the package {error.name!r}, which is not installed"
+        raise RewardLoadError(what if colon else f"{what}: {cures(name)}") from error
     except Exception as error:
         raise _broken(f"{module_name} cannot be imported", error) from error
     model = getattr(module, class_name, None)

@@ -1,0 +1,217 @@
+"""Where a reward's worker runs: in a virtual environment of its own, made from its lock file, or in the main one.
+
+``docker/requirements/NAME.txt`` pins all that the worker of the reward NAME needs. ``reward-server env NAME`` installs
+that into a folder named by the pins, so that rewards with equal pins share one and a changed lock gets a new one; what
+contradicts each other lives side by side. This package itself is not installed there: workers find it by PYTHONPATH.
+"""
+
+from __future__ import annotations
+
+import ast
+import fcntl
+import hashlib
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+from reward_server.rewards.base import RewardLoadError, available
+
+LOCKS = Path(__file__).resolve().parent.parent / "docker" / "requirements"
+PROJECT = "mar-grpo"
+TOGETHER = "rewards"
+"""The extra that holds those of all rewards which fit one environment with the trainer"""
+
+
+@dataclass(frozen=True)
+class Environment:
+    """The environment of a reward's own, whether or not it has been made."""
+
+    reward: str
+    lock: Path
+    folder: Path
+
+    @property
+    def python(self) -> Path:
+        return self.folder / "bin" / "python"
+
+    @property
+    def is_made(self) -> bool:
+        """Whether it was finished; the mark is the last thing that :func:`make` writes."""
+        return self._mark.is_file() and self.python.exists()
+
+    @property
+    def _mark(self) -> Path:
+        return self.folder / "finished"
+
+    def make(self) -> None:
+        """Make it unless that has been done; one left unfinished is made anew. pip's output goes to stderr.
+
+        Raises:
+            RewardLoadError: pip cannot install the lock, or the folder cannot be written.
+        """
+        try:
+            with _alone(self.folder.with_name(f"{self.folder.name}.lock")):
+                if self.is_made:
+                    return
+                shutil.rmtree(self.folder, ignore_errors=True)
+                print(f"making {self.folder} from {self.lock}", file=sys.stderr, flush=True)
+                _run(sys.executable, "-m", "venv", str(self.folder))
+                _run(str(self.python), "-m", "pip", "install", "--disable-pip-version-check", "-r", str(self.lock))
+                self._mark.touch()
+        except subprocess.CalledProcessError as error:
+            raise RewardLoadError(
+                f"the environment of reward {self.reward!r} could not be made from {self.lock}: "
+                f"{' '.join(error.cmd[1:5])} failed, see its output above"
+            ) from error
+        except OSError as error:
+            raise RewardLoadError(f"the environment {self.folder} cannot be made: {error}") from error
+
+    def differences(self) -> list[str]:
+        """How what is installed there differs from the lock; empty if it does not."""
+        if not self.is_made:
+            return [f"{self.folder} has not been made: reward-server env {self.reward}"]
+        folders = [str(path) for path in self.folder.glob("lib/python*/site-packages")]
+        installed: dict[str, str] = {canonicalize_name(d.name): d.version for d in metadata.distributions(path=folders)}
+        found = []
+        for name, version in pins(self.lock).items():
+            there = installed.get(name)
+            if there is None:
+                found.append(f"{name}: {version} is wanted, not installed")
+            elif Version(there).public != version:
+                found.append(f"{name}: {version} is wanted, {there} installed")
+        return [f"{self.folder} differs from {self.lock}; remove it to have it made anew", *found] if found else []
+
+
+def own(reward: str, envs: Path) -> Environment:
+    """The environment of a reward's own below the folder ``envs``.
+
+    Raises:
+        RewardLoadError: no such reward, or it has no lock file.
+    """
+    lock = LOCKS / f"{reward}.txt"
+    if ":" in reward or reward not in available():
+        raise RewardLoadError(f"no reward {reward!r} to make an environment for; known: {', '.join(available())}")
+    if not LOCKS.is_dir():
+        raise RewardLoadError(
+            f"there are no lock files in {LOCKS}: environments are made from a clone of the project, installed by "
+            "`pip install -e .`"
+        )
+    if not lock.is_file():
+        raise RewardLoadError(f"reward {reward!r} has no lock file {lock}: write {reward}.in beside it, `make locks`")
+    text = "\n".join(f"{name}=={version}" for name, version in sorted(pins(lock).items()))
+    key = hashlib.sha256(text.encode()).hexdigest()[:12]
+    python = "py{}{}".format(*sys.version_info)
+    return Environment(reward, lock, envs.expanduser().absolute() / f"{python}-{key}")
+
+
+def pins(lock: Path) -> dict[str, str]:
+    """Version by normalised name of each package of a lock file.
+
+    Raises:
+        RewardLoadError: a line is not ``name==version``.
+    """
+    found: dict[str, str] = {}
+    for line in lock.read_text(encoding="utf-8").splitlines():
+        text = line.partition("#")[0].strip()
+        if text:
+            name, equals, version = text.partition("==")
+            if not equals:
+                raise RewardLoadError(f"{lock}: {text!r} is not name==version")
+            found[canonicalize_name(name.strip())] = version.strip()
+    return found
+
+
+def python_for(reward: str, envs: Path) -> Path:
+    """The interpreter of a reward's worker: that of its own environment if it has been made, else this one.
+
+    Args:
+        reward: a file name of reward_server/rewards; ``module:Class`` always runs in the main environment.
+
+    Raises:
+        RewardLoadError: neither has what the reward needs; the message says how to get either.
+    """
+    this = Path(sys.executable)
+    if not (LOCKS / f"{reward}.txt").is_file() or reward not in available():  # the worker says what is wrong, if it is
+        return this
+    environment = own(reward, envs)
+    if environment.is_made:
+        return environment.python
+    lacking = missing(reward)
+    if lacking:
+        raise RewardLoadError(f"reward {reward!r} needs {', '.join(lacking)}: {cures(reward)}")
+    return this
+
+
+def place(reward: str, envs: Path) -> str:
+    """Where the worker of a reward would run now, for people: ``own``, ``main`` or ``not installed``."""
+    if (LOCKS / f"{reward}.txt").is_file() and own(reward, envs).is_made:
+        return "own"
+    return "not installed" if missing(reward) else "main"
+
+
+def missing(reward: str) -> list[str]:
+    """What this environment lacks of the reward's extra; nothing is imported."""
+    lacking = []
+    for requirement in _extra(reward):
+        try:
+            there = metadata.version(requirement.name)
+        except metadata.PackageNotFoundError:
+            lacking.append(f"{requirement.name}{requirement.specifier}")
+            continue
+        if not requirement.specifier.contains(there, prereleases=True):
+            lacking.append(f"{requirement.name}{requirement.specifier} (installed: {there})")
+    return lacking
+
+
+def cures(reward: str) -> str:
+    """What to do about a reward whose packages are not installed."""
+    own_environment = f"`reward-server env {reward}` makes an environment of its own"
+    together = {canonicalize_name(extra) for requirement in _extra(TOGETHER) for extra in requirement.extras}
+    if canonicalize_name(reward) not in together:
+        return own_environment
+    return f"{own_environment}, `pip install -e '.[{reward}]'` installs them in this one"
+
+
+def description(reward: str) -> str:
+    """The one line about a reward that its file has, without importing it."""
+    tree = ast.parse((Path(__file__).parent / "rewards" / f"{reward}.py").read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        match node:
+            case ast.Assign(targets=[ast.Name("description")], value=ast.Constant(value=str(text))):
+                return text
+    return (ast.get_docstring(tree) or "").partition("\n")[0]
+
+
+def _extra(name: str) -> list[Requirement]:
+    """The requirements of an extra of this project, as it was installed."""
+    try:
+        texts = metadata.requires(PROJECT) or []
+    except metadata.PackageNotFoundError:  # only on the path, such as in a reward's own environment
+        return []
+    every = map(Requirement, texts)
+    return [
+        r for r in every if r.marker and r.marker.evaluate({"extra": name}) and not r.marker.evaluate({"extra": ""})
+    ]
+
+
+def _run(*command: str) -> None:
+    """Run a Python, which neither sees PYTHONPATH nor the current folder; stdout is for the result alone."""
+    subprocess.run([command[0], "-I", *command[1:]], stdout=sys.stderr, check=True)
+
+
+@contextmanager
+def _alone(lock: Path) -> Iterator[None]:
+    """One process at a time; the others wait. Ends with the process, however that ends."""
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    with lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
