@@ -4,9 +4,10 @@ A batch is encoded in one forward pass per tower. Each distinct prompt is encode
 text tower is causal and reads the end-of-text token, so what follows it changes nothing. Image i is compared with
 prompt i only. The towers run in the chosen dtype; normalisation and cosine are always float32.
 
-Numbers are those of transformers' ``CLIPModel`` and of the Pillow variant of its ``CLIPImageProcessor`` (the torchvision
-variant resizes otherwise). Images come as RGB: transparency was composited on white at the server's door
-(``reward_server/images.py``), which OpenAI's CLIP package, dropping alpha after the resize, does otherwise.
+Numbers are those of transformers' ``CLIPModel`` and of the Pillow variant of its ``CLIPImageProcessor`` (the variant on
+torchvision resizes otherwise). Images come as RGB: transparency was composited on white at the server's door
+(``reward_server/images.py``). OpenAI's own package resizes the RGBA or palette picture and converts it afterwards,
+repairs text with ftfy, and, where 3, 7, 11 ... pixels are to be cut, centres the crop one pixel further.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from PIL import Image as PillowImage
+from torch import nn
 from torch.nn import functional
 from transformers import CLIPConfig, CLIPModel, CLIPTokenizer
 from transformers.initialization import no_init_weights
@@ -50,6 +52,13 @@ class Similarity:
     """Whether the prompt exceeded the model's context, so that its end was not read"""
 
 
+@torch.inference_mode()
+def encode(model: CLIPModel, preprocess: Preprocess, images: Sequence[Image]) -> torch.Tensor:
+    """L2-normalised projected embeddings [N, D], float32, of images that :func:`refusal` lets through."""
+    pixels = preprocess(images).to(model.dtype)
+    return functional.normalize(model.get_image_features(pixels).pooler_output.float(), dim=-1)
+
+
 @dataclass(frozen=True)
 class Clip:
     """A CLIP model ready to compare images with prompts."""
@@ -59,17 +68,11 @@ class Clip:
     preprocess: Preprocess
 
     @torch.inference_mode()
-    def image_features(self, images: Sequence[Image]) -> torch.Tensor:
-        """L2-normalised projected embeddings [N, D], float32, of images that :func:`refusal` lets through."""
-        pixels = self.preprocess(images).to(self.model.dtype)
-        return functional.normalize(self.model.get_image_features(pixels).pooler_output.float(), dim=-1)
-
-    @torch.inference_mode()
     def text_features(self, prompts: Sequence[str]) -> tuple[torch.Tensor, list[bool]]:
         """L2-normalised projected embeddings [N, D], float32, and which prompts were truncated."""
         distinct = list(dict.fromkeys(prompts))
         ids = self.tokenizer(distinct, verbose=False)["input_ids"]
-        context = self.model.config.text_config.max_position_embeddings
+        context = self.model.text_model.embeddings.position_embedding.num_embeddings
         truncated = [len(row) > context for row in ids]
         end = self.tokenizer.eos_token_id
         rows = [[*row[: context - 1], end] if long else row for row, long in zip(ids, truncated, strict=True)]
@@ -87,7 +90,8 @@ class Clip:
             return [reason for reason in refusals if reason]
         kept = [i for i, reason in enumerate(refusals) if reason is None]
         features, truncated = self.text_features([prompts[i] for i in kept])
-        cosines = (self.image_features([images[i] for i in kept]) * features).sum(dim=-1).tolist()
+        image_features = encode(self.model, self.preprocess, [images[i] for i in kept])
+        cosines = (image_features * features).sum(dim=-1).tolist()
         similar = dict(zip(kept, map(Similarity, cosines, truncated), strict=True))
         return [reason or similar[i] for i, reason in enumerate(refusals)]
 
@@ -148,26 +152,28 @@ class PillowPreprocess:
     Pillow resizes in threads, which it lets run at once.
     """
 
-    processor: CLIPImageProcessorPil
+    processor: Any
+    """A CLIPImageProcessorPil, for its settings"""
     device: torch.device
 
     @classmethod
-    def of(cls, folder: Path, device: torch.device, image_size: int) -> PillowPreprocess:
-        """Read the settings from a checkpoint's folder.
+    def of(cls, folder: Path, model: CLIPModel) -> PillowPreprocess:
+        """Read the settings from a folder.
 
         Raises:
-            RewardLoadError: they do not make square images of ``image_size`` pixels, which the model wants.
+            RewardLoadError: they do not make the square images that ``model`` wants.
         """
-        processor = CLIPImageProcessorPil.from_pretrained(folder)
+        side = image_size(model)
+        processor: Any = CLIPImageProcessorPil.from_pretrained(folder)
         size, crop = processor.size, processor.crop_size
         made = (crop.height, crop.width) if processor.do_center_crop else (size.height, size.width)
         known = size.shortest_edge or (size.height and size.width)
-        if made != (image_size, image_size) or not (processor.do_resize and known and processor.do_normalize):
+        if made != (side, side) or not (processor.do_resize and known and processor.do_normalize):
             raise RewardLoadError(
                 f"{folder}/preprocessor_config.json: expected a resize (shortest_edge, or height and width), a centre "
-                f"crop to {image_size} x {image_size}, which the model in use wants, and a normalisation"
+                f"crop to {side} x {side}, which the model in use wants, and a normalisation"
             )
-        return cls(processor, device)
+        return cls(processor, model.device)
 
     @property
     def id(self) -> str:
@@ -221,7 +227,8 @@ def refusal(image: Image) -> Score | None:
 
 def tokenizer_of(folder: Path) -> CLIPTokenizer:
     """The tokenizer in ``tokenizer.json``, or ``vocab.json`` and ``merges.txt``, of a folder."""
-    return CLIPTokenizer.from_pretrained(folder)
+    tokenizer: CLIPTokenizer = CLIPTokenizer.from_pretrained(folder)
+    return tokenizer
 
 
 def read_model(folder: Path) -> tuple[CLIPModel, Path]:
@@ -250,12 +257,21 @@ def build(config: CLIPConfig, state: Mapping[str, torch.Tensor], what: str) -> C
     with no_init_weights():
         model = CLIPModel(config)
     weights.load_strictly(model, state, what)
+    model.eval().requires_grad_(False)
     return model
 
 
 def placed(model: CLIPModel, device: str, dtype: str) -> CLIPModel:
-    """``model`` for inference on ``device`` in the dtype of an option (see :func:`torch_dtype`)."""
-    return model.to(device=torch.device(device), dtype=torch_dtype(dtype, device)).eval().requires_grad_(False)
+    """``model`` on ``device`` in the dtype of an option (see :func:`torch_dtype`)."""
+    module: nn.Module = model
+    module.to(device=torch.device(device), dtype=torch_dtype(dtype, device))
+    return model
+
+
+def image_size(model: CLIPModel) -> int:
+    """Side of the square images that a model takes, pixels."""
+    settings: Any = model.config
+    return int(settings.vision_config.image_size)
 
 
 def torch_dtype(dtype: str, device: str) -> torch.dtype:

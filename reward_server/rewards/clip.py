@@ -45,7 +45,7 @@ class Model(_clip.ClipReward):
         folder = locate(self.sources(weights=weights)[0], reward=self.name)
         model, path = _clip.read_model(folder)
         model = _clip.placed(model, device, dtype)
-        preprocess = _clip.PillowPreprocess.of(folder, model.device, model.config.vision_config.image_size)
+        preprocess = _clip.PillowPreprocess.of(folder, model)
         clip = _clip.Clip(model, _clip.tokenizer_of(folder), preprocess)
         self._prefix = f"{prefix.strip()} " if prefix.strip() else ""
         variant = "prefix" + hashlib.sha256(self._prefix.encode()).hexdigest()[:6] if self._prefix else ""
