@@ -13,6 +13,7 @@ import hashlib
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,8 +26,8 @@ from packaging.version import Version
 
 from reward_server.rewards.base import RewardLoadError, available
 
-LOCKS = Path(__file__).resolve().parent.parent / "docker" / "requirements"
-PROJECT = "mar-grpo"
+ROOT = Path(__file__).resolve().parent.parent
+LOCKS = ROOT / "docker" / "requirements"
 TOGETHER = "rewards"
 """The extra that holds those of all rewards which fit one environment with the trainer"""
 
@@ -98,19 +99,23 @@ def own(reward: str, envs: Path) -> Environment:
         RewardLoadError: no such reward, or it has no lock file.
     """
     lock = LOCKS / f"{reward}.txt"
-    if ":" in reward or reward not in available():
-        raise RewardLoadError(f"no reward {reward!r} to make an environment for; known: {', '.join(available())}")
     if not LOCKS.is_dir():
         raise RewardLoadError(
             f"there are no lock files in {LOCKS}: environments are made from a clone of the project, installed by "
             "`pip install -e .`"
         )
-    if not lock.is_file():
-        raise RewardLoadError(f"reward {reward!r} has no lock file {lock}: write {reward}.in beside it, `make locks`")
+    if reward not in locked():
+        how = f": write {lock.with_suffix('.in')} and run `make locks`" if reward in available() else ""
+        raise RewardLoadError(f"no lock file {reward}.txt{how}; there are: {', '.join(locked())}")
     text = "\n".join(f"{name}=={version}" for name, version in sorted(pins(lock).items()))
     key = hashlib.sha256(text.encode()).hexdigest()[:12]
     python = "py{}{}".format(*sys.version_info)
     return Environment(reward, lock, envs.expanduser().absolute() / f"{python}-{key}")
+
+
+def locked() -> list[str]:
+    """Names of the rewards that have a lock file."""
+    return sorted(path.stem for path in LOCKS.glob("*.txt"))
 
 
 def pins(lock: Path) -> dict[str, str]:
@@ -140,7 +145,9 @@ def python_for(reward: str, envs: Path) -> Path:
         RewardLoadError: neither has what the reward needs; the message says how to get either.
     """
     this = Path(sys.executable)
-    if not (LOCKS / f"{reward}.txt").is_file() or reward not in available():  # the worker says what is wrong, if it is
+    if (
+        reward not in locked() or reward not in available()
+    ):  # nothing is known of its needs; the worker loads it or says
         return this
     environment = own(reward, envs)
     if environment.is_made:
@@ -153,7 +160,7 @@ def python_for(reward: str, envs: Path) -> Path:
 
 def place(reward: str, envs: Path) -> str:
     """Where the worker of a reward would run now, for people: ``own``, ``main`` or ``not installed``."""
-    if (LOCKS / f"{reward}.txt").is_file() and own(reward, envs).is_made:
+    if reward in locked() and own(reward, envs).is_made:
         return "own"
     return "not installed" if missing(reward) else "main"
 
@@ -183,7 +190,7 @@ def cures(reward: str) -> str:
 
 def description(reward: str) -> str:
     """The one line about a reward that its file has, without importing it."""
-    tree = ast.parse((Path(__file__).parent / "rewards" / f"{reward}.py").read_text(encoding="utf-8"))
+    tree = ast.parse((ROOT / "reward_server" / "rewards" / f"{reward}.py").read_text(encoding="utf-8"))
     for node in ast.walk(tree):
         match node:
             case ast.Assign(targets=[ast.Name("description")], value=ast.Constant(value=str(text))):
@@ -192,15 +199,12 @@ def description(reward: str) -> str:
 
 
 def _extra(name: str) -> list[Requirement]:
-    """The requirements of an extra of this project, as it was installed."""
-    try:
-        texts = metadata.requires(PROJECT) or []
-    except metadata.PackageNotFoundError:  # only on the path, such as in a reward's own environment
+    """The requirements of one of the project's extras; none where the package stands outside a clone."""
+    project = ROOT / "pyproject.toml"
+    if not project.is_file():
         return []
-    every = map(Requirement, texts)
-    return [
-        r for r in every if r.marker and r.marker.evaluate({"extra": name}) and not r.marker.evaluate({"extra": ""})
-    ]
+    extras = tomllib.loads(project.read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    return [Requirement(text) for text in extras.get(name, [])]
 
 
 def _run(*command: str) -> None:
