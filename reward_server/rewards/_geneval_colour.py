@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 import PIL.Image
@@ -47,8 +46,7 @@ class ColourClassifier:
         """
         folder = weights.locate(source(name), reward=reward)
         model, path = _clip.read_model(folder)
-        vision: Any = model.config.vision_config
-        self._side: int = vision.image_size
+        self._side = _clip.image_size(model)
         module: nn.Module = model
         module.to(device=device, dtype=dtype).eval()
         self._clip = _clip.Clip(model, _clip.tokenizer_of(folder), partial(_normalised, device=device))
@@ -61,7 +59,8 @@ class ColourClassifier:
         colours: list[str] = []
         for start in range(0, len(objects), BATCH):
             batch = objects[start : start + BATCH]
-            features = self._clip.image_features([crop(image, found, self._side) for image, found, _ in batch])
+            crops = [crop(image, found, self._side) for image, found, _ in batch]
+            features = _clip.encode(self._clip.model, self._clip.preprocess, crops)
             classifiers = torch.stack([self._classifier(name) for _, _, name in batch])
             best = torch.einsum("bd,bcd->bc", features, classifiers).argmax(dim=1)
             colours += [COLOURS[index] for index in best.tolist()]
