@@ -40,6 +40,7 @@ DEFAULT = "xswu/HPSv2"
 FILES = {"2.0": "HPS_v2_compressed.pt", "2.1": "HPS_v2.1_compressed.pt"}
 SCALES = {"raw": 1.0, "x100": 100.0}
 CONTEXT = 77
+VERSION = version_of("hpsv2")  # not installed: a ModuleNotFoundError
 
 make_importable()
 
@@ -97,7 +98,7 @@ class Model:
         self.revision = f"{digest[:12]}-v{version}" + ("" if scale == "raw" else f"-{scale}")
         self.provenance = {
             "weights": f"sha256:{digest}",
-            "preprocessing": f"hpsv2-{version_of('hpsv2')}",
+            "preprocessing": f"hpsv2-{VERSION}",
             "dtype": "float16 (autocast)" if self._autocast else "float32",
         }
 

@@ -38,6 +38,7 @@ from reward_server.rewards._imagereward import (
 from reward_server.rewards._torchvision import make_importable
 from reward_server.rewards.base import RewardLoadError, Score, Scored
 
+VERSION = version("image-reward")  # not installed: a ModuleNotFoundError
 make_importable()
 
 
@@ -68,7 +69,7 @@ class Model:
         self._model.eval().requires_grad_(False).to(device)
         self.provenance = {
             **checkpoint.provenance(),
-            "preprocessing": f"image-reward-{version('image-reward')}",
+            "preprocessing": f"image-reward-{VERSION}",
             "dtype": "float32",
         }
         self.revision = self.provenance["weights"].removeprefix("sha256:")[:12]
