@@ -26,6 +26,8 @@ TOP_LOGPROBS = (20, 5)
 """Candidates a token that are asked for: what OpenAI and vLLM allow by default, then what any server should"""
 REASK_TEMPERATURE = 0.7
 """At least this from the second ask of a kind on: at 0, the same question has the same answer"""
+JSON_TOKENS = 32
+"""Room for the braces, the key and the quotes of each field"""
 _REFUSED = {400, 404, 415, 422, 501}
 _OWN_KEYS = {"model", "messages", "stream", "n", "logprobs", "top_logprobs", "response_format"}
 
@@ -68,6 +70,11 @@ class Judge:
         self._top = TOP_LOGPROBS[0]
         self.stages: tuple[str, ...] = ("text",)
 
+    @property
+    def ways(self) -> str:
+        """How answers are read, in this order."""
+        return ", then ".join(dict.fromkeys((*self.stages, "text") if self._reads_text else self.stages))
+
     def probe(self, image_urls: Sequence[str], quoted: str) -> None:
         """Ask once in each way to find out what the server offers, so that one way is used from then on.
 
@@ -87,7 +94,7 @@ class Judge:
             except ChatError as error:
                 raise RewardLoadError(f"the judge {self._model} does not answer: {error}") from error
         self.stages = tuple(offered) or ("text",)
-        log.info("judge %s at %s: scored by %s", self._model, self._chat.url, ", then ".join(self.stages))
+        log.info("judge %s at %s: read by %s", self._model, self._chat.url, self.ways)
 
     def _offers(self, way: str, image_urls: Sequence[str], quoted: str) -> bool:
         for top in TOP_LOGPROBS if way == "logprobs" else (self._top,):
@@ -138,6 +145,7 @@ class Judge:
         if way == "logprobs":
             body |= {"logprobs": True, "top_logprobs": self._top}
         elif way == "json":
+            body["max_tokens"] += JSON_TOKENS * len(self._template.answer_schema()["properties"])
             schema = {"name": "rating", "strict": True, "schema": self._template.answer_schema()}
             body |= {"response_format": {"type": "json_schema", "json_schema": schema}}
         body |= self._extra

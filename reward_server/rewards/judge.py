@@ -9,6 +9,7 @@ template turns a group of images of one prompt into win rates, every pair asked 
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar
@@ -33,7 +34,6 @@ class Model:
 
     name = "judge"
     description = "a multimodal LLM behind an OpenAI-compatible server, by a template: ratings, yes/no, or win rates"
-    example: tuple[str, Mapping[str, Any]] = ("a red circle", {})
     default_template: ClassVar[str] = "rating"
     scalings: ClassVar[Mapping[str, Callable[[Template, float], float]]] = {
         "raw": lambda template, value: value,
@@ -44,6 +44,7 @@ class Model:
         self.revision = "unset"
         self.needs: tuple[str, ...] = ()
         self.relative = False
+        self.example: tuple[str, Mapping[str, Any]] = ("a red circle", {})
         self.provenance: dict[str, str] = {}
 
     def setup(
@@ -120,6 +121,7 @@ class Model:
         self._group_by, self._opponents, self._seed = group_by, opponents, seed
         self.relative = found.template.kind == "pairwise"
         self.needs = (group_by,) if self.relative and group_by else ()
+        self.example = (self.example[0], dict.fromkeys(self.needs, "example"))
         served, weights = choose_model(self.chat, model)
         self._judge = Judge(
             self.chat, served, found.template, mode=mode, asks=asks, min_mass=min_mass, extra_body=extra_body or {}
@@ -129,12 +131,12 @@ class Model:
         self.provenance = {
             "weights": weights,
             "template": f"{found.name} sha256:{found.sha256}",
-            "mode": ", then ".join(self._judge.stages),
+            "mode": self._judge.ways,
             "preprocessing": f"png-{f'{resize}x{resize}-bicubic' if resize else 'as-is'}-max{max_pixels}/1",
             "dtype": "unknown (the server's)",
         }
-        facts = [served, found.sha256, *self._judge.stages, self.provenance["preprocessing"]]
-        self.revision = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:12]
+        facts = [served, found.sha256, self._judge.ways, min_mass, extra_body or {}, self.provenance["preprocessing"]]
+        self.revision = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]
 
     def score(
         self, images: Sequence[Image], prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]

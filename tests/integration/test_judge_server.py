@@ -255,7 +255,7 @@ def probability(p, word):
 
 def test_ratings_are_the_models_own_expected_values(vlm, logprob_server, make_judge, images):
     reward, template = make_judge(logprob_server.url, "rating", "scale: [1, 5]", min_mass=1e-6)
-    assert reward.provenance["mode"] == "logprobs", "the server ignores response_format"
+    assert reward.provenance["mode"] == "logprobs, then text", "the server ignores response_format"
     scores = reward.score(images, PROMPTS, [{}] * 6)
     for image, prompt, score in zip(images, PROMPTS, scores, strict=True):
         p = first_token(vlm, template, [image], prompt)

@@ -49,9 +49,9 @@ class Server:
 @pytest.mark.parametrize(
     ("ways", "mode", "value"),
     [
-        (("logprobs", "json"), "logprobs, then json", 4.4),
-        (("logprobs",), "logprobs", 4.4),
-        (("json",), "json", 2.0),
+        (("logprobs", "json"), "logprobs, then json, then text", 4.4),
+        (("logprobs",), "logprobs, then text", 4.4),
+        (("json",), "json, then text", 2.0),
         ((), "text", 3.0),
     ],
 )
@@ -64,6 +64,14 @@ def test_the_best_way_that_the_server_offers_is_found_once_and_used(chat, make_j
     assert score.details["mass"] == (pytest.approx(1.0) if "logprobs" in ways else None)
     assert (score.details["asks"], score.details["unparsed"]) == (1.0, 0.0)
     assert [asked(body) for body in chat.bodies] == [mode.split(",")[0]], "what is not offered is not asked for again"
+
+
+def test_constrained_output_gives_the_schema_and_has_room_for_it(chat, make_judge):
+    Server(chat, ("json",)).json = chat.completion('{"answer": "no"}')
+    assert one(make_judge(mode="json", template="yes_no")).value == 0.0
+    schema = chat.bodies[0]["response_format"]["json_schema"]["schema"]
+    assert schema["properties"] == {"answer": {"type": "string", "enum": ["yes", "no"]}}
+    assert chat.bodies[0]["max_tokens"] >= 32, "four, as of the template, would cut the object"
 
 
 def test_fewer_candidates_are_asked_for_where_twenty_are_too_many(chat, make_judge):
@@ -218,7 +226,8 @@ def test_extra_body_adds_and_takes_out_keys(chat, make_judge):
 def test_revision_and_provenance(chat, make_judge):
     first, second = make_judge(), make_judge(template="yes_no")
     assert first.revision == make_judge().revision
-    assert len({first.revision, second.revision, make_judge(resize=64).revision}) == 3
+    others = [make_judge(**changed) for changed in ({"resize": 64}, {"min_mass": 0.5}, {"extra_body": {"top_k": 1}})]
+    assert len({reward.revision for reward in (first, second, *others)}) == 5
     found = provenance(first)
     assert found["weights"] == f"unknown (served as tiny-judge at {chat.url}, from /weights/tiny, by tests)"
     assert found["template"].startswith("rating sha256:")
@@ -371,6 +380,7 @@ def test_groups_by_metadata(chat, make_judge):
     chat.answer = brighter(chat)
     reward = make_judge(template="pairwise", group_by="group")
     assert reward.needs == ("group",)
+    assert "group" in reward.example[1]
     keys = [{"group": key} for key in (1, "1", 1, "1", 2, 2)]
     scores = reward.score([grey(v) for v in (1, 2, 3, 4, 5, 6)], ["a", "a", "a", "a", "a", "b"], keys)
     assert [score.value for score in scores] == [0.0, 0.0, 1.0, 1.0, None, None]
