@@ -246,8 +246,11 @@ def cosmos(caller: Caller, wanted: Wanted, batch: Batch) -> Reply:
         header = {
             "media_type": "image",
             "prompts": [batch.prompts[i] for i in indices],
-            "metadata": [dict(batch.metadata[i]) for i in indices],
             "reward_fn": {wanted.reward: 1.0},
+            # what its GenEval reads
+            "geneval_tags": [batch.metadata[i].get("tag") for i in indices],
+            "geneval_includes": [batch.metadata[i].get("include") for i in indices],
+            "geneval_only_strict": wanted.only_strict,
         }
         try:
             reply = _cosmos_ask(caller, wanted, json.dumps(header).encode() + b"\n" + pixels.getvalue())
