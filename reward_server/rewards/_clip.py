@@ -257,7 +257,8 @@ def build(config: CLIPConfig, state: Mapping[str, torch.Tensor], what: str) -> C
     with no_init_weights():
         model = CLIPModel(config)
     weights.load_strictly(model, state, what)
-    model.eval().requires_grad_(False)
+    module: nn.Module = model
+    module.eval().requires_grad_(False)
     return model
 
 

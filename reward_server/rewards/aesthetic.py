@@ -33,8 +33,10 @@ class Model:
 
     def sources(self, *, weights: str = clip.DEFAULT, head: str = HEAD, **_: Any) -> list[Source]:
         model = Source(weights, (*_clip.MODEL_FILES, "preprocessor_config.json"), licence=clip.LICENCE)
-        folder, file = (str(Path(head).parent), Path(head).name) if Path(head).suffix else (head, HEAD_FILE)
-        return [model, Source(folder if folder != "." else "./", (file,), licence="Apache-2.0")]
+        if not head.endswith((".pth", ".pt", ".safetensors")):
+            return [model, Source(head, (HEAD_FILE,), licence="Apache-2.0")]
+        path = Path(head).expanduser().absolute()
+        return [model, Source(str(path.parent), (path.name,), licence="Apache-2.0")]
 
     def setup(self, device: str, *, weights: str = clip.DEFAULT, head: str = HEAD, dtype: str = "auto") -> None:
         """Load.
