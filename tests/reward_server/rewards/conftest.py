@@ -29,6 +29,7 @@ class ScriptedChat:
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
+            disable_nagle_algorithm = True  # or each answer waits 40 ms for an acknowledgement
 
             def do_GET(self):
                 known = self.path == "/v1/models" and chat.models is not None
