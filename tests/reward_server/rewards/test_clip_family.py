@@ -2,6 +2,7 @@
 
 import json
 import runpy
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -23,19 +24,26 @@ def state(part, seed):
     return {name: torch.from_numpy(array) for name, array in DRAW(EXPECTED[part]["shapes"], seed).items()}
 
 
-@pytest.fixture
-def folder(tmp_path):
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
     """Small weights for every reward of the family, in the layouts of the official checkpoints."""
+    folder = tmp_path_factory.mktemp("made")
     for name in ("vocab.json", "merges.txt"):
-        (tmp_path / name).write_text((FIXTURES / "clip_family" / name).read_text())
-    (tmp_path / "preprocessor_config.json").write_text("{}")  # transformers' defaults are CLIP's
-    save_file(state("pickscore", 4), tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps(EXPECTED["pickscore"]["config"]))
-    torch.save({"state_dict": state("hpsv2", 1)}, tmp_path / "HPS_v2.1_compressed.pt")
-    (tmp_path / "open_clip_config.json").write_text(json.dumps({"model_cfg": EXPECTED["hpsv2"]["config"]}))
+        shutil.copy(FIXTURES / "clip_family" / name, folder)
+    (folder / "preprocessor_config.json").write_text("{}")  # transformers' defaults are CLIP's
+    save_file(state("pickscore", 4), folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(EXPECTED["pickscore"]["config"]))
+    torch.save({"state_dict": state("hpsv2", 1)}, folder / "HPS_v2.1_compressed.pt")
+    (folder / "open_clip_config.json").write_text(json.dumps({"model_cfg": EXPECTED["hpsv2"]["config"]}))
     head = {**EXPECTED["aesthetic"]["shapes"], "layers.0.weight": [1024, 16]}
-    torch.save({k: torch.from_numpy(v) for k, v in DRAW(head, 3).items()}, tmp_path / aesthetic.HEAD_FILE)
-    return tmp_path
+    torch.save({k: torch.from_numpy(v) for k, v in DRAW(head, 3).items()}, folder / aesthetic.HEAD_FILE)
+    return folder
+
+
+@pytest.fixture
+def folder(made, tmp_path):
+    """A copy for the test to change."""
+    return shutil.copytree(made, tmp_path / "weights")
 
 
 def options(name, folder):
