@@ -16,6 +16,7 @@ from reward_server.client_cli import list_rewards, score
 from reward_server.commands import CommandError, EnvSettings, load_settings, log_to_stderr
 from reward_server.contract import ContractError
 from reward_server.embedded import EmbeddedServer, EmbeddedServerError, EmbeddedServerMistake
+from reward_server.environments import NoEnvironmentError, own
 from reward_server.rewards.base import RewardLoadError
 from reward_server.settings import GatewaySettings, ServerSettings, WorkerSettings
 
@@ -109,8 +110,6 @@ def env(argv: Sequence[str]) -> int:
         "done; `reward-server up` then runs the reward in it. The path of its Python goes to stdout.",
         positionals=["reward"],
     )
-    from reward_server.environments import own
-
     environment = own(settings.reward, settings.envs)
     if not settings.check:
         environment.make()
@@ -150,6 +149,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except EmbeddedServerError as error:
         print(f"reward-server {arguments[0]}: {error}", file=sys.stderr)
         return 1
-    except (CommandError, ContractError, RewardLoadError) as error:
+    except (CommandError, ContractError, NoEnvironmentError, RewardLoadError) as error:
         print(f"reward-server {arguments[0]}: error: {error}", file=sys.stderr)
         return 2

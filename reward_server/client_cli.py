@@ -13,6 +13,8 @@ import httpx
 
 from reward_server.commands import ClientSettings, CommandError, ListSettings, ScoreSettings, load_settings, table
 from reward_server.contract import ContractError, ErrorResponse, JobState, RewardList, ScoreResponse, parse_model
+from reward_server.environments import description, place
+from reward_server.rewards.base import available
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 
@@ -72,9 +74,6 @@ def score(argv: Sequence[str]) -> int:
 
 
 def _list_local(settings: ListSettings) -> None:
-    from reward_server.environments import description, place
-    from reward_server.rewards.base import available
-
     found = [
         {"name": name, "environment": place(name, settings.envs), "description": description(name)}
         for name in available()

@@ -3,6 +3,7 @@
 ``docker/requirements/NAME.txt`` pins all that the worker of the reward NAME needs. ``reward-server env NAME`` installs
 that into a folder named by the pins, so that rewards with equal pins share one and a changed lock gets a new one; what
 contradicts each other lives side by side. This package itself is not installed there: workers find it by PYTHONPATH.
+Importing this module loads no reward.
 """
 
 from __future__ import annotations
@@ -24,12 +25,14 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from reward_server.rewards.base import RewardLoadError, available
-
 ROOT = Path(__file__).resolve().parent.parent
 LOCKS = ROOT / "docker" / "requirements"
 TOGETHER = "rewards"
 """The extra that holds those of all rewards which fit one environment with the trainer"""
+
+
+class NoEnvironmentError(Exception):
+    """There is no environment for a reward, or it cannot be made; the message says what to do."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,7 @@ class Environment:
         """Make it unless that has been done; one left unfinished is made anew. pip's output goes to stderr.
 
         Raises:
-            RewardLoadError: pip cannot install the lock, or the folder cannot be written.
+            NoEnvironmentError: pip cannot install the lock, or the folder cannot be written.
         """
         try:
             with _alone(self.folder.with_name(f"{self.folder.name}.lock")):
@@ -69,12 +72,12 @@ class Environment:
                 _run(str(self.python), "-m", "pip", "install", "--disable-pip-version-check", "-r", str(self.lock))
                 self._mark.touch()
         except subprocess.CalledProcessError as error:
-            raise RewardLoadError(
+            raise NoEnvironmentError(
                 f"the environment of reward {self.reward!r} could not be made from {self.lock}: "
-                f"{' '.join(error.cmd[1:5])} failed, see its output above"
+                f"python {' '.join(error.cmd[2:4])} failed, see its output above"
             ) from error
         except OSError as error:
-            raise RewardLoadError(f"the environment {self.folder} cannot be made: {error}") from error
+            raise NoEnvironmentError(f"the environment {self.folder} cannot be made: {error}") from error
 
     def differences(self) -> list[str]:
         """How what is installed there differs from the lock; empty if it does not."""
@@ -96,17 +99,17 @@ def own(reward: str, envs: Path) -> Environment:
     """The environment of a reward's own below the folder ``envs``.
 
     Raises:
-        RewardLoadError: no such reward, or it has no lock file.
+        NoEnvironmentError: no such reward, or it has no lock file.
     """
     lock = LOCKS / f"{reward}.txt"
     if not LOCKS.is_dir():
-        raise RewardLoadError(
+        raise NoEnvironmentError(
             f"there are no lock files in {LOCKS}: environments are made from a clone of the project, installed by "
             "`pip install -e .`"
         )
     if reward not in locked():
-        how = f": write {lock.with_suffix('.in')} and run `make locks`" if reward in available() else ""
-        raise RewardLoadError(f"no lock file {reward}.txt{how}; there are: {', '.join(locked())}")
+        how = f": write {lock.with_suffix('.in')} and run `make locks`" if _file(reward).is_file() else ""
+        raise NoEnvironmentError(f"no lock file {reward}.txt{how}; there are: {', '.join(locked())}")
     text = "\n".join(f"{name}=={version}" for name, version in sorted(pins(lock).items()))
     key = hashlib.sha256(text.encode()).hexdigest()[:12]
     python = "py{}{}".format(*sys.version_info)
@@ -122,7 +125,7 @@ def pins(lock: Path) -> dict[str, str]:
     """Version by normalised name of each package of a lock file.
 
     Raises:
-        RewardLoadError: a line is not ``name==version``.
+        NoEnvironmentError: a line is not ``name==version``.
     """
     found: dict[str, str] = {}
     for line in lock.read_text(encoding="utf-8").splitlines():
@@ -130,7 +133,7 @@ def pins(lock: Path) -> dict[str, str]:
         if text:
             name, equals, version = text.partition("==")
             if not equals:
-                raise RewardLoadError(f"{lock}: {text!r} is not name==version")
+                raise NoEnvironmentError(f"{lock}: {text!r} is not name==version")
             found[canonicalize_name(name.strip())] = version.strip()
     return found
 
@@ -142,19 +145,17 @@ def python_for(reward: str, envs: Path) -> Path:
         reward: a file name of reward_server/rewards; ``module:Class`` always runs in the main environment.
 
     Raises:
-        RewardLoadError: neither has what the reward needs; the message says how to get either.
+        NoEnvironmentError: neither has what the reward needs; the message says how to get either.
     """
     this = Path(sys.executable)
-    if (
-        reward not in locked() or reward not in available()
-    ):  # nothing is known of its needs; the worker loads it or says
+    if reward not in locked() or not _file(reward).is_file():  # the worker loads it, or says why not
         return this
     environment = own(reward, envs)
     if environment.is_made:
         return environment.python
     lacking = missing(reward)
     if lacking:
-        raise RewardLoadError(f"reward {reward!r} needs {', '.join(lacking)}: {cures(reward)}")
+        raise NoEnvironmentError(f"reward {reward!r} needs {', '.join(lacking)}: {cures(reward)}")
     return this
 
 
@@ -190,12 +191,16 @@ def cures(reward: str) -> str:
 
 def description(reward: str) -> str:
     """The one line about a reward that its file has, without importing it."""
-    tree = ast.parse((ROOT / "reward_server" / "rewards" / f"{reward}.py").read_text(encoding="utf-8"))
+    tree = ast.parse(_file(reward).read_text(encoding="utf-8"))
     for node in ast.walk(tree):
         match node:
             case ast.Assign(targets=[ast.Name("description")], value=ast.Constant(value=str(text))):
                 return text
     return (ast.get_docstring(tree) or "").partition("\n")[0]
+
+
+def _file(reward: str) -> Path:
+    return ROOT / "reward_server" / "rewards" / f"{reward}.py"
 
 
 def _extra(name: str) -> list[Requirement]:

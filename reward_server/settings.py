@@ -14,7 +14,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator
 
-from reward_server.contract import NAME_PATTERN
 from reward_server.options_tree import Heading
 
 ENV_PREFIX = "REWARD_SERVER_"
@@ -34,6 +33,14 @@ ENVS: Any = Field(
 )
 
 LogLevel = Annotated[Literal["debug", "info", "warning", "error"], LOGGING]
+
+
+def _served_name(name: str) -> str:
+    from reward_server.contract import NAME_PATTERN  # here, since it loads numpy
+
+    if not re.match(NAME_PATTERN, name):
+        raise ValueError(f"{name!r} cannot be a reward's name, which must match {NAME_PATTERN}")
+    return name
 
 
 class Settings(BaseModel):
@@ -149,7 +156,7 @@ class WorkerSettings(Access, WorkerTuning):
         default="shapes", description="the reward to serve: a file name of reward_server/rewards, or module:Class"
     )
     name: Annotated[str | None, MODEL] = Field(
-        default=None, pattern=NAME_PATTERN, description="what requests call it; its own name when not set"
+        default=None, description="what requests call it; its own name when not set"
     )
     redis_url: Annotated[str, ACCESS] = Field(
         default=DEFAULT_REDIS_URL, description="Redis: redis://host:port/db, rediss:// or unix:///path"
@@ -158,6 +165,11 @@ class WorkerSettings(Access, WorkerTuning):
         default=None, description="gateway to fetch payloads from that are not on this host"
     )
     log_level: LogLevel = Field(default="info", description="least severe messages to log")
+
+    @field_validator("name")
+    @classmethod
+    def _can_be_served(cls, value: str | None) -> str | None:
+        return None if value is None else _served_name(value)
 
 
 class RewardSettings(WorkerTuning):
@@ -227,8 +239,8 @@ class ServerSettings(Access):
     @classmethod
     def _names_can_be_served(cls, value: dict[str, RewardSettings]) -> dict[str, RewardSettings]:
         for name, settings in value.items():
-            if settings.reward is not None and not re.match(NAME_PATTERN, name):
-                raise ValueError(f"{name!r} cannot be a reward's name, which must match {NAME_PATTERN}")
+            if settings.reward is not None:
+                _served_name(name)
         return value
 
 

@@ -36,8 +36,7 @@ from urllib.parse import urlsplit
 from pydantic import BaseModel, SecretStr
 
 from reward_server.children import Child, die_with_parent, end, how_it_ended, tail
-from reward_server.environments import python_for
-from reward_server.rewards.base import RewardLoadError
+from reward_server.environments import NoEnvironmentError, python_for
 from reward_server.settings import ENV_PREFIX, GatewaySettings, RewardSettings, ServerSettings, WorkerSettings
 
 if TYPE_CHECKING:
@@ -171,7 +170,7 @@ class Supervisor:
             return python.absolute()
         try:
             return python_for(reward.reward or name, self._settings.envs)
-        except RewardLoadError as error:
+        except NoEnvironmentError as error:
             raise SupervisorError(str(error), mistake=True) from error
 
     def _worker_settings(self, name: str, reward: RewardSettings) -> WorkerSettings:

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from reward_server.contract import NAME_PATTERN, Image
+from reward_server.environments import cures
 
 log = logging.getLogger(__name__)
 
@@ -98,8 +99,6 @@ def load(name: str) -> Reward:
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        from reward_server.environments import cures  # here, since it imports this module
-
         what = f"reward {name!r} needs the package {error.name!r}, which is not installed"
         raise RewardLoadError(what if colon else f"{what}: {cures(name)}") from error
     except Exception as error:

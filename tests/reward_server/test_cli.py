@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from reward_server import cli, gateway, worker
+from reward_server import cli, client_cli, gateway, worker
 from reward_server.embedded import EmbeddedServer
-from reward_server.rewards.base import RewardLoadError
+from reward_server.environments import Environment, description, own
+from reward_server.rewards.base import RewardLoadError, available
 
 
 @pytest.fixture
@@ -39,7 +40,7 @@ def served(monkeypatch):
     def install(handler):
         transport = httpx.MockTransport(handler)
         real = httpx.Client
-        monkeypatch.setattr(cli.httpx, "Client", lambda **settings: real(**settings, transport=transport))
+        monkeypatch.setattr(client_cli.httpx, "Client", lambda **settings: real(**settings, transport=transport))
 
     return install
 
@@ -60,7 +61,7 @@ def finished(scores, reasons):
 def test_help_lists_the_commands_and_each_command_all_its_settings(run):
     code, out, _ = run("--help")
     assert code == 0
-    assert all(f"\n  {name} " in out for name in ("up", "gateway", "worker", "list", "score"))
+    assert all(f"\n  {name} " in out for name in ("up", "gateway", "worker", "env", "list", "score"))
     for command, settings in {
         "up": [
             "--rewards",
@@ -70,6 +71,8 @@ def test_help_lists_the_commands_and_each_command_all_its_settings(run):
             "--gateway.max-depth",
             "[REWARD_SERVER_GATEWAY__SPOOL]",
             "--rewards.NAME.max-batch",
+            "--rewards.NAME.reward",
+            "--envs",
             "\naddress and access:\n",
             "\nrewards and processes:\n",
             "\nlogging:\n",
@@ -95,13 +98,16 @@ def test_help_lists_the_commands_and_each_command_all_its_settings(run):
             "--options",
             "--claim-idle-ms",
         ],
-        "list": ["\naddress and access:\n", "--url", "--json"],
+        "env": ["REWARD", "--check", "--envs", "[REWARD_SERVER_ENVS]"],
+        "list": ["\naddress and access:\n", "--url", "--json", "--envs"],
         "score": ["\naddress and access:\n", "IMAGES", "--prompt", "--prompts", "--rewards", "--timeout-s"],
     }.items():
         code, out, _ = run(command, "--help")
         assert code == 0
         assert [setting for setting in settings if setting not in out] == [], command
-        assert ("\nsettings:\n" in out) == (command in ("list", "score")), "a server's settings are all under a heading"
+        assert ("\nsettings:\n" in out) == (command in ("env", "list", "score")), (
+            "a server's settings are all under a heading"
+        )
 
 
 @pytest.mark.parametrize(
@@ -114,6 +120,7 @@ def test_help_lists_the_commands_and_each_command_all_its_settings(run):
         (["list", "--url", "h:8000"], "reward-server list: error: --url: url is 'h:8000': an http:// or"),
         (["score", "nowhere.png"], "reward-server score: error: nowhere.png: no such file or folder"),
         (["score"], "reward-server score: error: no images: name files or folders, reward-server score IMAGES"),
+        (["env", "shape"], "reward-server env: error: no lock file shape.txt; there are: aesthetic, "),
         (["worker", "shape"], "reward-server worker: error: no reward 'shape'; did you mean 'shapes'?"),
         (["gateway", "--host", "0.0.0.0"], "reward-server gateway: error: host '0.0.0.0' can be reached from other"),
     ],
@@ -159,9 +166,25 @@ def test_what_a_gateway_or_worker_refuses_is_a_line(run, monkeypatch):
     assert run("worker", "x")[2] == "reward-server worker: error: reward 'x' needs the package 'y'\n"
 
 
-def test_list_without_a_server_names_what_can_be_served(run):
-    assert run("list") == (0, "null\nshapes\n", "")
-    assert json.loads(run("list", "--json")[1]) == ["null", "shapes"]
+def test_list_without_a_server_says_what_can_be_served_and_where(run, tmp_path):
+    lines = run("list", "--envs", str(tmp_path))[1].splitlines()
+    assert lines[0].split() == ["reward", "environment"]
+    assert [line.split()[0] for line in lines[1:]] == available()
+    listed = {entry["name"]: entry for entry in json.loads(run("list", "--json", "--envs", str(tmp_path))[1])}
+    assert listed["null"] == {"name": "null", "environment": "main", "description": description("null")}
+    assert listed["hpsv2_package"]["environment"] == "not installed"
+
+
+def test_env_prints_the_python_or_what_differs(run, monkeypatch, tmp_path):
+    monkeypatch.setattr(Environment, "make", lambda self: (self.python.parent.mkdir(parents=True), self.python.touch()))
+    folder = own("null", tmp_path).folder
+    unmade = f"{folder} has not been made: reward-server env null\n"
+    assert run("env", "null", "--check", "--envs", str(tmp_path)) == (1, "", unmade)
+    assert not folder.exists()
+    monkeypatch.setattr(Environment, "differences", lambda self: [])
+    assert run("env", "null", "--envs", str(tmp_path)) == (0, f"{folder}/bin/python\n", "")
+    monkeypatch.setenv("REWARD_SERVER_ENVS", str(tmp_path))
+    assert run("env", "null", "--check") == (0, f"{folder}/bin/python\n", "")
 
 
 def test_score_prints_numbers_and_reasons(run, served, image, tmp_path):
@@ -309,18 +332,23 @@ def test_ctrl_c_ends_up_quietly():
     ("argv", "message"),
     [
         (["--rewards", "nul"], "the reward server cannot start: no reward 'nul'; did you mean 'null'?"),
+        (["--rewards", "hpsv2_package"], "the reward server cannot start: reward 'hpsv2_package' needs hpsv2==1.2.0"),
+        (["--rewards", "{n: {reward: 'null', python: /no}}"], "the reward server cannot start: rewards.n.python: /no "),
         (["--port", "{taken}"], "the reward server cannot start: cannot listen on 127.0.0.1:{taken}: "),
         (["--host", "0.0.0.0"], "the reward server cannot start: host '0.0.0.0' can be reached from other machines"),
     ],
 )
-def test_a_mistake_in_what_up_is_to_do_is_one_line_and_exit_code_2(run, argv, message):
+def test_a_mistake_in_what_up_is_to_do_is_one_line_and_exit_code_2(run, argv, message, tmp_path, monkeypatch):
+    monkeypatch.setenv("REWARD_SERVER_ENVS", str(tmp_path))
     before = signal.getsignal(signal.SIGTERM)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         taken = listener.getsockname()[1]
-        code, out, err = run("up", "--rewards", "null", "--port", "0", *(part.format(taken=taken) for part in argv))
+        code, out, err = run(
+            "up", "--rewards", "null", "--port", "0", *(part.replace("{taken}", str(taken)) for part in argv)
+        )
     signal.signal(signal.SIGTERM, before)
     assert (code, out) == (2, "")
-    assert err.startswith(f"reward-server up: error: {message.format(taken=taken)}")
+    assert err.startswith(f"reward-server up: error: {message.replace('{taken}', str(taken))}")
     assert err.count("\n") == 1
 
 

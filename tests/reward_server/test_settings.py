@@ -6,7 +6,15 @@ import pytest
 from pydantic import SecretStr, ValidationError
 
 from reward_server.options import load
-from reward_server.settings import ENV_PREFIX, EmbeddedSettings, GatewaySettings, ServerSettings
+from reward_server.rewards.base import available
+from reward_server.settings import (
+    ENV_PREFIX,
+    EmbeddedSettings,
+    GatewaySettings,
+    RewardSettings,
+    ServerSettings,
+    WorkerSettings,
+)
 
 ROOT = Path(__file__).parents[2]
 
@@ -36,6 +44,22 @@ def test_no_reward_at_all_is_refused():
         ServerSettings(rewards=" , ")
 
 
+def test_a_served_name_may_be_apart_from_the_implementation_and_must_be_a_name():
+    rewards = up("--rewards", "{a: {reward: 'm:C', python: /p}, 'm:C': }").rewards
+    assert (rewards["a"].reward, rewards["a"].python, rewards["m:C"].reward) == ("m:C", Path("/p"), None)
+    with pytest.raises(ValidationError, match="'m:C' cannot be a reward's name, which must match"):
+        ServerSettings(rewards={"m:C": RewardSettings(reward="null")})
+    with pytest.raises(ValidationError, match="name"):
+        WorkerSettings(name="a/b")
+
+
+def test_the_folder_of_environments_comes_from_the_variable_for_the_embedded_server_too(monkeypatch):
+    assert EmbeddedSettings().envs == Path("~/.cache/mar-grpo/envs")
+    monkeypatch.setenv("REWARD_SERVER_ENVS", "/e")
+    assert EmbeddedSettings().envs == up().envs == Path("/e")
+    assert up("--envs", "/f").envs == Path("/f")
+
+
 def test_the_token_comes_from_the_setting_or_else_from_the_file(tmp_path):
     file = tmp_path / "token"
     file.write_text("from-file\n")
@@ -63,5 +87,6 @@ def test_embedded_settings_take_a_free_port_and_say_little():
 @pytest.mark.parametrize("path", sorted((ROOT / "configs/rewards").glob("*.yaml")), ids=lambda path: path.name)
 def test_the_configurations_that_we_ship_load(path):
     settings = up("--config", str(path))
-    assert list(settings.rewards) == [path.stem]
+    assert path.stem in settings.rewards
+    assert {reward.reward or name for name, reward in settings.rewards.items()} <= set(available())
     assert settings.host == "127.0.0.1"

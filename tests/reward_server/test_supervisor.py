@@ -230,7 +230,17 @@ def test_a_reward_is_retired_once_redis_is_back_and_only_if_nobody_else_serves_i
         roster.close()
 
 
+def test_a_reward_may_be_served_under_another_name_and_twice(supervise):
+    rewards = {"null": RewardSettings(), "second": RewardSettings(reward="null"), "3rd": RewardSettings(reward="null")}
+    supervisor, events = supervise(rewards=rewards)
+    until(supervisor, lambda: events)
+    assert events[0]["names"] == {"null": "null", "second": "second", "3rd": "3rd"}
+
+
 def test_too_slow_a_start_is_a_failure_with_every_log(supervise):
     supervisor, _ = supervise(start_timeout_s=0.01)
-    with pytest.raises(SupervisorError, match=r"(?s)not ready after 0\.01 s.*redis\.log.*worker-null-0\.log"):
+    with pytest.raises(
+        SupervisorError,
+        match=r"(?s)^worker-null-0 not ready after 0\.01 s; raise start_timeout_s .*redis\.log.*worker-null-0\.log",
+    ):
         until(supervisor, lambda: False)
