@@ -158,7 +158,7 @@ class Model:
 
     def _scored(self, value: float, details: dict[str, float | None]) -> Score:
         scaled = {name: scaling(self._template, value) for name, scaling in self.scalings.items()}
-        return Score(scaled[self._scale], scaled | details)
+        return Score(scaled[self._scale], details | scaled)  # an axis may be called raw, too
 
     def _rated(self, verdict: Verdict, truncated: bool) -> Score:
         details: dict[str, float | None] = {

@@ -304,6 +304,15 @@ def test_unifiedreward_by_axes(chat, make_judge):
     assert score.details["coherence"] == 2.371500015258789
 
 
+def test_an_axis_cannot_take_the_place_of_the_score(chat, make_judge, tmp_path):
+    (tmp_path / "t.yaml").write_text(
+        "kind: rating\nscale: [1, 5]\nuser: '{prompt}'\nmarkers: {raw: 'R:', asks: 'A:'}\n"
+    )
+    chat.answer = lambda body: chat.completion("R: 2\nA: 4")
+    score = one(make_judge(template=str(tmp_path / "t.yaml")))
+    assert (score.value, score.details["raw"], score.details["asks"]) == (3.0, 3.0, 1.0)
+
+
 def test_unifiedreward_may_resize_as_the_field_does(chat, make_judge):
     chat.answer = lambda body: chat.completion("Final Score: 3.5")
     one(make_judge(unifiedreward.Model, resize=512), grey(9, 100, 300))

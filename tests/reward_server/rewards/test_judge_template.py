@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -131,6 +133,15 @@ def test_templates_by_name_and_by_path(tmp_path):
     assert (found.name, found.sha256) == ("mine", hashlib.sha256(GOOD.encode()).hexdigest())
     with pytest.raises(RewardLoadError, match=r"did you mean 'pairwise'.*rating, unifiedreward"):
         load("pairwis")
+
+
+def test_the_template_of_the_documentation_is_one(tmp_path):
+    page = Path(__file__).resolve().parents[3] / "docs" / "judges.md"
+    (text,) = re.findall(r"```yaml\n(.*?)```", page.read_text(), re.DOTALL)
+    (tmp_path / "mine.yaml").write_text(text)
+    template = load(str(tmp_path / "mine.yaml")).template
+    assert template.labels["excellent"] == 5.0
+    assert template.read == ("logprobs", "json", "text")
 
 
 def test_the_schema_allows_the_answers_and_nothing_else():
