@@ -318,7 +318,7 @@ def main() -> None:
         arguments.learning_rate,
         arguments.seed,
     )
-    model.to(torch.float16).save_pretrained(arguments.out)
+    model.half().save_pretrained(arguments.out)  # type: ignore[no-untyped-call]
     parameters = sum(p.numel() for p in model.parameters())
     print(f"{arguments.out}: {parameters:,} parameters; {(time.monotonic() - started) / 60:.1f} min")
 
