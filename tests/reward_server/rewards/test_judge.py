@@ -265,9 +265,10 @@ def test_wrong_options_are_told_in_words(chat, options, told):
         reward.chat.close()
 
 
-def test_a_model_that_cannot_see_is_refused_at_the_start(chat, make_judge):
-    chat.answer = lambda body: (400, {}, b"this model takes no images")
-    with pytest.raises(RewardLoadError, match=r"tiny-judge does not answer: .*takes no images"):
+@pytest.mark.parametrize(("status", "told"), [(400, "takes no images"), (503, "takes no images"), (401, "takes no")])
+def test_a_model_that_cannot_answer_is_refused_at_the_start(chat, make_judge, status, told):
+    chat.answer = lambda body: (status, {}, b"this model takes no images")
+    with pytest.raises(RewardLoadError, match=rf"tiny-judge does not answer: .* answered {status}: .*{told}"):
         make_judge()
 
 

@@ -8,7 +8,7 @@ import time
 import httpx
 import pytest
 
-from reward_server.rewards._chat import ChatClient, ChatError, _key, _retry_after, _tokens
+from reward_server.rewards._chat import ChatClient, ChatError, _in_words, _key, _retry_after, _tokens
 from reward_server.rewards.base import RewardLoadError
 
 BUSY = (429, {"Retry-After": "0.3"}, b"slow down")
@@ -87,6 +87,10 @@ def test_a_stalled_server_is_left(chat, connect):
     with pytest.raises(ChatError, match="no complete answer in time"):
         connect(timeout_s=0.2, retries=1).complete({})
     assert time.monotonic() - started < 0.7
+
+
+def test_no_connection_in_time_is_told():
+    assert _in_words(httpx.ConnectTimeout("")) == "no connection in time"
 
 
 def test_a_dripping_server_is_left(chat, connect):
