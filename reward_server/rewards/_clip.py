@@ -38,6 +38,8 @@ LAION_H = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
 MODEL_FILES = ("config.json", "model.safetensors|pytorch_model.bin")
 TOKENIZER_FILES = ("tokenizer.json|vocab.json", "tokenizer.json|merges.txt")
 PROCESSOR_FILES = ("preprocessor_config.json", *TOKENIZER_FILES)
+MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+"""Of OpenAI's CLIP, and of most since, by channel"""
 MAX_ASPECT = 400
 """Long side / short side of an image; beyond it a resize makes nothing, or a picture of gigabytes"""
 
@@ -179,7 +181,9 @@ class PillowPreprocess:
     def id(self) -> str:
         size = self.processor.size
         filter_name = PillowImage.Resampling(self.processor.resample).name.lower()
-        return f"clip-pillow-{filter_name}-{size.shortest_edge or f'{size.height}x{size.width}'}/1"
+        mean, std = self.processor.image_mean, self.processor.image_std
+        own = "" if (*mean, *std) == (*MEAN, *STD) else f"-mean{list(mean)}-std{list(std)}".replace(" ", "")
+        return f"clip-pillow-{filter_name}-{size.shortest_edge or f'{size.height}x{size.width}'}{own}/1"
 
     def __call__(self, images: Sequence[Image]) -> torch.Tensor:
         with ThreadPoolExecutor(min(len(images), os.cpu_count() or 1, 8)) as pool:

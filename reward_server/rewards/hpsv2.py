@@ -44,8 +44,6 @@ VIT_H_14: dict[str, Any] = {
     "vision_cfg": {"image_size": 224, "layers": 32, "width": 1280, "head_width": 80, "patch_size": 14},
     "text_cfg": {"context_length": 77, "vocab_size": 49408, "width": 1024, "heads": 16, "layers": 24},
 }
-MEAN = (0.48145466, 0.4578275, 0.40821073)
-STD = (0.26862954, 0.26130258, 0.27577711)
 
 
 class Model(_clip.ClipReward):
@@ -131,7 +129,7 @@ class TensorPreprocess:
         for indices in groups.values():
             stacked = torch.from_numpy(np.stack([images[i] for i in indices]))
             pixels[indices] = self._squares(_clip.to_device(stacked, self.device))
-        return _clip.normalised(pixels, MEAN, STD)
+        return _clip.normalised(pixels, _clip.MEAN, _clip.STD)
 
     def _squares(self, images: torch.Tensor) -> torch.Tensor:
         """uint8 [N, H, W, 3] -> [N, 3, S, S] around 0..1 (bicubic overshoots, and is not clipped)"""

@@ -299,6 +299,10 @@ def test_preprocessing_follows_its_file(load, folder, images):
     reward = load("clip")
     assert reward.provenance["preprocessing"] == "clip-pillow-bilinear-224x224/1"
     assert (np.abs(values(reward, images, PROMPTS)[:2] - plain[:2]) > 1e-4).all()  # another filter, and no crop
+    (folder / "preprocessor_config.json").write_text('{"image_mean": [0, 0, 0], "image_std": [1, 1, 1]}')
+    reward = load("clip")
+    assert reward.provenance["preprocessing"] == "clip-pillow-bicubic-224-mean[0,0,0]-std[1,1,1]/1"
+    assert reward._clip.preprocess([np.full((224, 224, 3), 51, np.uint8)]).unique().tolist() == [pytest.approx(0.2)]
 
 
 def test_settings_of_open_clip_that_change_the_model_are_refused(load, folder):
@@ -321,5 +325,5 @@ def test_the_official_hps_model_is_vit_h_14():
 def test_hps_pads_the_short_side_evenly_with_zeros():
     preprocess = hpsv2.TensorPreprocess(8, True, torch.device("cpu"))
     white = np.full((3, 8, 3), 255, np.uint8)  # 8 long already: no resize
-    pixels = preprocess([white])[0, 0] * hpsv2.STD[0] + hpsv2.MEAN[0]
+    pixels = preprocess([white])[0, 0] * _clip.STD[0] + _clip.MEAN[0]
     assert pixels[:, 0].round(decimals=5).tolist() == [0, 0, 1, 1, 1, 0, 0, 0]

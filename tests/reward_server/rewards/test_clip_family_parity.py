@@ -47,7 +47,7 @@ def folder(tmp_path):
     for name in ("vocab.json", "merges.txt"):
         (tmp_path / name).write_text((FIXTURES / "clip_family" / name).read_text())
     settings = {"size": 224, "crop_size": 224, "do_center_crop": True, "do_normalize": True, "do_resize": True}
-    mean_std = {"image_mean": hpsv2.MEAN, "image_std": hpsv2.STD, "resample": 3, "feature_extractor_type": "x"}
+    mean_std = {"image_mean": _clip.MEAN, "image_std": _clip.STD, "resample": 3, "feature_extractor_type": "x"}
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings | mean_std))
     return tmp_path
 
