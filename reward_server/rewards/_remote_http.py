@@ -43,6 +43,9 @@ class Caller:
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._client = httpx.Client(timeout=httpx.Timeout(timeout_s, connect=min(timeout_s, 10.0)), headers=headers)
 
+    def close(self) -> None:
+        self._client.close()
+
     def request(
         self, method: str, path: str, *, refused: frozenset[int] = frozenset(), **content: Any
     ) -> tuple[int, bytes]:

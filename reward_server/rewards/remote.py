@@ -110,7 +110,12 @@ class Model:
         try:
             self._introduce(protocol)
         except RemoteError as error:
+            self.close()
             raise RewardLoadError(str(error)) from error
+
+    def close(self) -> None:
+        """Let go of the connections."""
+        self._caller.close()
 
     def _introduce(self, protocol: str) -> None:
         """What the server says about itself before it scores anything; raises :class:`RemoteError`."""
