@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -29,6 +30,9 @@ FORMATS = {"flow_grpo": "jpeg", "unirl": "jpeg-95"}
 """What the protocol's own clients send, where it is not PNG"""
 BATCHES = {"flow_grpo": 64}
 """Images that the protocol's own clients send at once, where they limit that"""
+
+START_PAUSE_S = 0.5
+"""Between looking whether the server has come up"""
 
 
 class Model:
@@ -53,6 +57,7 @@ class Model:
         key: str = "",
         timeout_s: float = 120.0,
         retries: int = 2,
+        wait_s: float = 0.0,
         max_batch: int = 0,
         image_format: str = "",
         token_env: str = "",
@@ -71,6 +76,7 @@ class Model:
             key: which entry of its reply is the score, ``a.b`` of nested ones; default: the protocol's usual one.
             timeout_s: longest wait for a reply, seconds; with native and cosmos for the score itself.
             retries: further tries of a request that failed.
+            wait_s: longest wait, now, for the server to come up and serve ``reward``, seconds.
             max_batch: most images a request; 0: what the protocol's own clients send.
             image_format: png, jpeg or jpeg-QUALITY; default: what the protocol's own clients send.
             token_env: environment variable whose value is sent as the bearer token.
@@ -107,11 +113,16 @@ class Model:
         self.provenance = {"remote": self._caller.url, "protocol": protocol, "preprocessing": f"remote-{sent}/1"}
         identity = "|".join([protocol, self._caller.url, reward, key, sent])
         self.revision = f"unknown-{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
-        try:
-            self._introduce(protocol)
-        except RemoteError as error:
-            self.close()
-            raise RewardLoadError(str(error)) from error
+        deadline = time.monotonic() + wait_s
+        while True:
+            try:
+                self._introduce(protocol)
+                return
+            except RemoteError as error:
+                if time.monotonic() > deadline:
+                    self.close()
+                    raise RewardLoadError(str(error)) from error
+            time.sleep(START_PAUSE_S)
 
     def close(self) -> None:
         """Let go of the connections."""

@@ -46,8 +46,10 @@ def score(*images):
 result = {"photos": []}
 for seed in range(3):
     clean = photo(seed)
-    images = {"clean": clean, "blur1": blurred(clean, 1), "blur2": blurred(clean, 2), "blur4": blurred(clean, 4),
-              "noise20": noisy(clean, 20), "noise60": noisy(clean, 60), "jpeg10": jpeg(clean, 10), "jpeg3": jpeg(clean, 3)}
+    images = {"clean": clean}
+    images |= {f"blur{radius}": blurred(clean, radius) for radius in (1, 2, 4)}
+    images |= {f"noise{sigma}": noisy(clean, sigma) for sigma in (20, 60)}
+    images |= {f"jpeg{quality}": jpeg(clean, quality) for quality in (10, 3)}
     result["photos"].append(dict(zip(images, score(*images.values()))))
 package = brisque.BRISQUE(url=False)
 result["package"] = [float(package.score(photo(0))), float(package.score(jpeg(photo(0), 3)))]
@@ -108,7 +110,7 @@ def test_what_has_no_statistics_is_null(measured):
 
 
 def test_provenance(measured):
-    assert measured["provenance"]["weights"] == "sha256:" + measured["provenance"]["weights"][7:]
+    assert len(measured["provenance"]["weights"]) == len("sha256:") + 64
     assert measured["revision"] == measured["provenance"]["weights"][7:19] == "a53a782df988"
 
 

@@ -169,7 +169,7 @@ def test_flow_grpo_must_be_allowed(remote):
 def test_a_hostile_pickle_is_refused_and_not_run(server, remote, tmp_path):
     class Hostile:
         def __reduce__(self):
-            return exec, (f"open({str(tmp_path / 'run')!r}, 'w')",)
+            return exec, (f"import os; os.mkdir({str(tmp_path / 'run')!r})",)
 
     server.answer = lambda path, headers, body: (200, {}, pickle.dumps({"scores": [Hostile()]}))
     (score,) = remote("flow_grpo", allow_pickle=True).score(images(1), ["a"], [{}])
@@ -243,6 +243,13 @@ def test_an_absent_server_is_told_at_once(server, remote):
         remote("flow_factory")
     with pytest.raises(RewardLoadError, match="ConnectError"):
         remote("flow_factory", url="http://127.0.0.1:9")
+
+
+def test_a_server_that_comes_later_is_waited_for(server, remote):
+    later = [(503, {}, b"starting")] * 2
+    server.answer = lambda *request: later.pop() if later else flow_factory(*request)
+    assert values(remote("flow_factory", wait_s=10).score(images(10), ["a"], [{}])) == [11]
+    assert later == []
 
 
 def unirl(version=None, break_identity=False):
