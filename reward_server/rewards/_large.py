@@ -1,8 +1,8 @@
 """Load a checkpoint of several gigabytes strictly, holding it in memory once.
 
-The model is made without memory (on the meta device), the files' names and shapes are checked against it, and only
-then is memory taken, once, in the wanted dtype and on the wanted device, and filled tensor by tensor from the mapped
-files. Nothing is initialised at random, and there is no second copy.
+The model is made without memory (on the meta device), the names and shapes of the mapped files are checked against it,
+and only then is memory taken, once, in the wanted dtype and on the wanted device, and filled from the files. Nothing is
+initialised at random, and there is no second copy.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from reward_server import weights
@@ -21,30 +20,32 @@ from reward_server.rewards.base import RewardLoadError
 
 M = TypeVar("M", bound=nn.Module)
 
-INDEX = "model.safetensors.index.json"
-SHARDED = (f"{INDEX}|model.safetensors", "model-*.safetensors|model.safetensors")
-"""``Source.files`` of a checkpoint in one file or in shards"""
+INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+WHOLE = "model.safetensors|pytorch_model.bin"
+SHARDED = ("|".join((*INDEXES, WHOLE)), f"model-*.safetensors|pytorch_model-*.bin|{WHOLE}")
+"""``Source.files`` of a checkpoint in one file, or in shards with an index"""
 
 
 def shards(folder: Path) -> list[Path]:
-    """The files of a checkpoint: ``model.safetensors``, or all that ``model.safetensors.index.json`` names.
+    """The files of a checkpoint: the one that there is, or all that the index of the shards names.
 
     Raises:
         RewardLoadError: one that the index names is not there, or the index is damaged.
     """
-    if not (folder / INDEX).exists():
-        return [weights.find(folder, "model.safetensors")]
+    index = next((folder / name for name in INDEXES if (folder / name).exists()), None)
+    if index is None:
+        return [weights.find(folder, WHOLE)]
     try:
-        names = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
     except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise RewardLoadError(f"{folder / INDEX} is no index of a checkpoint: {error}") from error
+        raise RewardLoadError(f"{index} is no index of a checkpoint: {error}") from error
     if missing := [name for name in names if not (folder / name).exists()]:
-        raise RewardLoadError(f"{folder} lacks {', '.join(missing)}, which {INDEX} names")
+        raise RewardLoadError(f"{folder} lacks {', '.join(missing)}, which {index.name} names")
     return [folder / name for name in names]
 
 
 def load(make: Callable[[], M], paths: Sequence[Path], device: str, rename: Callable[[str], str | None]) -> M:
-    """The module that ``make`` makes, in its dtypes, filled from safetensors files, in evaluation mode.
+    """The module that ``make`` makes, in its dtypes, filled from the files, in evaluation mode without gradients.
 
     Buffers that are not in the files (non-persistent ones) are left without a value: set them afterwards.
 
@@ -56,29 +57,16 @@ def load(make: Callable[[], M], paths: Sequence[Path], device: str, rename: Call
     """
     with torch.device("meta"):
         module = make()
-    places: dict[str, tuple[Path, str]] = {}
-    shapes: dict[str, torch.Tensor] = {}
-    try:
-        for path in paths:
-            with safe_open(path, framework="pt") as file:
-                for key in file.keys():  # noqa: SIM118 (not a dict)
-                    name = rename(key)
-                    if name is None:
-                        continue
-                    if name in places:
-                        raise RewardLoadError(f"{key} is in {places[name][0]} and in {path}")
-                    places[name] = path, key
-                    shapes[name] = torch.empty(file.get_slice(key).get_shape(), device="meta")
-        weights.load_strictly(module, shapes, str(paths[0] if len(paths) == 1 else paths[0].parent))
-        module.to_empty(device=torch.device(device))
-        own = module.state_dict()
-        for path in paths:
-            with safe_open(path, framework="pt") as file:
-                for name, (_, key) in places.items():
-                    if places[name][0] == path:
-                        own[name].copy_(file.get_tensor(key))
-    except (SafetensorError, OSError) as error:
-        raise RewardLoadError(f"{path} cannot be read: {' '.join(str(error).split())[:300]}") from error
+    state: dict[str, torch.Tensor] = {}
+    for path in paths:
+        part = weights.rename(weights.read_state_dict(path), rename)  # mapped, not read
+        if again := sorted(part.keys() & state.keys()):
+            raise RewardLoadError(f"{path} has {again[0]}, which another file of the checkpoint has, too")
+        state |= part
+    shapes = {name: tensor.to("meta") for name, tensor in state.items()}
+    weights.load_strictly(module, shapes, str(paths[0] if len(paths) == 1 else paths[0].parent))
+    module.to_empty(device=torch.device(device))
+    module.load_state_dict(state)
     return module.eval().requires_grad_(False)
 
 

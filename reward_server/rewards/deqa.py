@@ -5,7 +5,8 @@ or 4.46 only; here the network is ``_mplug_owl2.py``, which needs PyTorch alone 
 
 - Image: padded to a square with CLIP's mean colour (122, 116, 104), the image in the middle; Pillow's bicubic resize to
   448; CLIP's mean and standard deviation. The project's code mistakes an image of 1 x 1 or 3 x 3 pixels for one with
-  its channels first, and fails or scores other pixels; here it is scored like any other.
+  its channels first, and fails or scores other pixels; here it is scored like any other. That code also fails on
+  greyscale and transparent images that are not square; this server's images are RGB from its door on.
 - Text: fixed, so the request's prompt does not matter: "USER: How would you rate the quality of this image?", the
   image, "ASSISTANT: The quality of the image is". The token ids are those of LLaMA's tokenizer.
 - Score: softmax over the logits of excellent, good, fair, poor, bad, dotted with 5, 4, 3, 2, 1. The project computes
@@ -71,7 +72,7 @@ class Model:
         """Load the checkpoint; its sizes come from ``config.json``.
 
         Args:
-            weights: hub id or folder with ``config.json`` and the safetensors, in one file or in shards.
+            weights: hub id or folder with ``config.json`` and the weights, in one file or in shards with an index.
             scale: of the score: ``raw`` (1..5) or ``raw/5``; the details have both.
             dtype: ``float32``, ``bfloat16`` or ``float16``; ``auto`` is float16, as the project runs it, on a GPU, else
                 float32.

@@ -5,7 +5,8 @@ The model of arXiv 2508.03789 (``MizzenAI/HPSv3``), on today's transformers inst
 checkpoint has all weights.
 
 - Image: Pillow's bicubic resize to about 200704 pixels (256 * 28 * 28) in multiples of 28, keeping the aspect ratio;
-  more than 200 times as long as wide is refused, as there. CLIP's mean and standard deviation.
+  more than 200 times as long as wide is refused, as there. CLIP's mean and standard deviation. The package drops
+  an image's transparency; this server composites it on white at its door.
 - Text: ``_hpsv3_prompt.py``; nothing is cut. A prompt too long for the model's context (32768 tokens) is refused.
   The package reads ``<|Reward|>`` or ``<|im_end|>`` inside a prompt as its own special tokens; here they are text.
 - Score: the first output of the MLP at the token ``<|Reward|>`` (mu). The second is the logarithm of sigma in the loss

@@ -69,8 +69,9 @@ def test_float16_is_as_near_as_the_projects_own_rounding(folder):
     half.setup("cpu", weights=str(folder), dtype="float16")
     assert half.provenance["dtype"] == "float16"
     ours, theirs = np.array(values(half, IMAGES)), np.array(EXPECTED["half"])
-    assert np.abs(ours - theirs).max() < 8e-3
-    assert np.abs(ours - EXPECTED["scores"]).max() < 4e-3
+    assert np.abs(theirs - EXPECTED["scores"]).max() > 2e-3  # what rounding does to the project's
+    assert np.abs(ours - theirs).max() < 1e-2
+    assert np.abs(ours - EXPECTED["scores"]).max() < 8e-3
 
 
 def test_text_and_rating_words_are_the_official_tokens():
@@ -136,6 +137,20 @@ def test_one_file_scores_like_its_shards(state, reward, tmp_path):
     assert values(whole, IMAGES[:2]) == values(reward, IMAGES[:2])
 
 
+def test_shards_of_torchs_own_format_score_alike(state, reward, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(EXPECTED["config"]))
+    index = {}
+    for number in (1, 2):
+        name = f"pytorch_model-{number:05d}-of-00002.bin"
+        part = {key: value for i, (key, value) in enumerate(state.items()) if i % 2 == number - 1}
+        torch.save(part, tmp_path / name)
+        index |= dict.fromkeys(part, name)
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": index}))
+    sharded = deqa.Model()
+    sharded.setup("cpu", weights=str(tmp_path))
+    assert values(sharded, IMAGES[:2]) == values(reward, IMAGES[:2])
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -159,7 +174,7 @@ def test_a_key_in_two_shards_is_refused(state, tmp_path):
     write_shards(tmp_path, state)
     save_file({"lm_head.weight": state["lm_head.weight"]}, tmp_path / "model-00001-of-00002.safetensors")
     save_file(state, tmp_path / "model-00002-of-00002.safetensors")
-    with pytest.raises(base.RewardLoadError, match=r"lm_head.weight is in .*00001.* and in .*00002"):
+    with pytest.raises(base.RewardLoadError, match=r"00002-of-00002.safetensors has lm_head.weight, which another"):
         deqa.Model().setup("cpu", weights=str(tmp_path))
 
 
