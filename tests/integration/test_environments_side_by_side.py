@@ -16,6 +16,7 @@ import httpx
 import numpy as np
 import pytest
 import torch
+import transformers
 import yaml
 from transformers import CLIPConfig, CLIPModel
 
@@ -131,6 +132,21 @@ def test_the_package_and_the_project_s_model_give_equal_numbers(answer, own, pac
     assert scores == pytest.approx(np.array(answer[package].scores, dtype=np.float64), abs=1e-5)
     assert answer[own].details["truncated"] == answer[package].details["truncated"] == [0, 0, 0, 0, 0, 1]
     assert answer[own].revision == answer[package].revision
+
+
+def test_each_worker_runs_in_its_environment(answer):
+    def version(reward, library):
+        libraries = dict(entry.split(" ") for entry in answer[reward].provenance["libraries"].split(", "))
+        return libraries[library]
+
+    assert version("imagereward_package", "transformers") == "4.46.3"
+    for name in ("hpsv2", "imagereward", "pickscore"):
+        assert version(name, "transformers") == transformers.__version__
+    assert transformers.__version__.startswith("5.")
+    assert answer["hpsv2_package"].provenance["preprocessing"] == "hpsv2-1.2.0"
+    assert answer["imagereward_package"].provenance["preprocessing"] == "image-reward-1.5"
+    for own, package in PACKAGES.items():
+        assert answer[own].provenance["weights"] == answer[package].provenance["weights"]
 
 
 def test_the_packages_environments_contradict_each_other(pythons):
