@@ -10,8 +10,9 @@ path, a part of it at a time:
 - ``batch, distinct prompts``: each distinct prompt once, padded to the longest (what the reward does).
 - the same in bfloat16 (the option ``dtype: bfloat16``).
 
-All take the same pixels, weights and threads, in turn within each round. Weights are random; the time does not depend
-on them. ``reload`` is what ``hpsv2.score`` of the package does beyond the loop: it reads its checkpoint at every call.
+All take the same pixels, weights and threads, in turn within each round; ratios are of one round. With one thread, CPU
+time is what counts on a machine that has other work. Weights are random; the time does not depend on them. ``reload``
+is what the package's ``hpsv2.score`` does beyond the loop: it reads its checkpoint at every call.
 """
 
 from __future__ import annotations
@@ -88,10 +89,18 @@ def build(name: str, dtype: str) -> _clip.Clip:
     return _clip.Clip(model, _clip.tokenizer_of(VOCABULARY), hpsv2.TensorPreprocess(224, True, model.device))
 
 
-def seconds(function: Callable[[], list[float]]) -> tuple[float, list[float]]:
-    started = time.perf_counter()
+@dataclass
+class Taken:
+    """Seconds: what a watch shows, and what this process got of the cores, which others' work hardly changes."""
+
+    wall: float
+    cpu: float
+
+
+def seconds(function: Callable[[], list[float]]) -> tuple[Taken, list[float]]:
+    wall, cpu = time.perf_counter(), time.process_time()
     result = function()
-    return time.perf_counter() - started, result
+    return Taken(time.perf_counter() - wall, time.process_time() - cpu), result
 
 
 def reload_seconds(model: torch.nn.Module) -> float:
@@ -99,9 +108,9 @@ def reload_seconds(model: torch.nn.Module) -> float:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "weights.pt"
         torch.save({"state_dict": model.state_dict()}, path)
-        started = time.perf_counter()
+        started = time.process_time()
         model.load_state_dict(torch.load(path, weights_only=True)["state_dict"])
-        return time.perf_counter() - started
+        return time.process_time() - started
 
 
 def compare(name: str, options: argparse.Namespace) -> list[str]:
@@ -118,7 +127,7 @@ def compare(name: str, options: argparse.Namespace) -> list[str]:
         "the same in bfloat16": half.reward,
         "loop in bfloat16": half.loop,
     }
-    times: dict[str, list[float]] = {way: [] for way in ways}
+    times: dict[str, list[Taken]] = {way: [] for way in ways}
     scores: dict[str, list[float]] = {}
     for way in ways.values():  # warm up with a few images
         full.images, half.images, full.prompts, half.prompts = images[:2], images[:2], prompts[:2], prompts[:2]
@@ -131,16 +140,19 @@ def compare(name: str, options: argparse.Namespace) -> list[str]:
     first = next(iter(ways))
     rows = []
     for label, taken in times.items():
-        ratios = [loop / other for loop, other in zip(times[first], taken, strict=True)]
+        cpu = [loop.cpu / other.cpu for loop, other in zip(times[first], taken, strict=True)]
+        wall = [loop.wall / other.wall for loop, other in zip(times[first], taken, strict=True)]
         off = np.abs(np.subtract(scores[label], scores[first])).max()
+        best = 1000 * min(t.cpu for t in taken) / count
+        middle = 1000 * statistics.median(t.cpu for t in taken) / count
         rows.append(
-            f"| {name} | {label} | {1000 * min(taken) / count:.0f} | {1000 * statistics.median(taken) / count:.0f} "
-            f"| {statistics.median(ratios):.2f} ({min(ratios):.2f}..{max(ratios):.2f}) | {off:.0e} |"
+            f"| {name} | {label} | {best:.0f} | {middle:.0f} | {statistics.median(cpu):.2f} "
+            f"({min(cpu):.2f}..{max(cpu):.2f}) | {statistics.median(wall):.2f} | {off:.0e} |"
         )
     again = reload_seconds(full.clip.model)
-    rows.append(f"| {name} | reload, added to each image of the loop by `hpsv2.score` | {1000 * again:.0f} | | | |")
-    preprocessing = seconds(lambda: full.clip.preprocess(images).mean(dim=(1, 2, 3)).tolist())[0]
-    rows.append(f"| {name} | of which preprocessing, batched | {1000 * preprocessing / count:.1f} | | | |")
+    rows.append(f"| {name} | reload, added to each image of the loop by `hpsv2.score` | {1000 * again:.0f} | | | | |")
+    preprocessing = seconds(lambda: full.clip.preprocess(images).mean(dim=(1, 2, 3)).tolist())[0].cpu
+    rows.append(f"| {name} | of which preprocessing, batched | {1000 * preprocessing / count:.1f} | | | | |")
     return rows
 
 
@@ -155,8 +167,8 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     print(f"{options.prompts} x {options.group} images of {options.size}, {options.threads} threads\n")
-    print("| model | way | ms an image, best | median | times as fast as the loop | score differs by |")
-    print("|---|---|---|---|---|---|")
+    print("| model | way | CPU ms an image, best | median | times as fast as the loop, CPU | wall | score differs by |")
+    print("|---|---|---|---|---|---|---|")
     for name in options.models:
         print("\n".join(compare(name, options)), flush=True)
 
