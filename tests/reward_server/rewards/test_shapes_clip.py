@@ -78,7 +78,7 @@ def test_it_tells_a_red_circle_from_a_blue_square(reward):
         assert own.min() > other.max() + 0.2
 
 
-@pytest.mark.parametrize("attribute", ["colour", "shape", "count", "relation"])
+@pytest.mark.parametrize("attribute", ["colour", "shape", "count"])  # relations it does not know: docs/shapes-clip.md
 def test_held_out_prompts_beat_those_with_one_attribute_changed(reward, attribute):
     rng = np.random.default_rng(1)
     scenes = [scene for scene in HELD_OUT if attribute in pretrain_clip.changed_captions(scene)][::4]
@@ -87,21 +87,17 @@ def test_held_out_prompts_beat_those_with_one_attribute_changed(reward, attribut
         prompts = [scene.prompt, *(c.prompt for c in pretrain_clip.changed_captions(scene)[attribute])]
         own, *others = values(reward, [image] * len(prompts), prompts)
         wins += [own > other for other in others]
-    assert np.mean(wins) > LEAST_ACCURACY[attribute]
+    assert np.mean(wins) > 0.98  # chance is 0.5
 
 
-LEAST_ACCURACY = {"colour": 0.97, "shape": 0.95, "count": 0.9, "relation": 0.95}
-"""Below what benchmarks/shapes_clip.py finds; chance is 0.5"""
-
-
-@pytest.mark.parametrize("fault", pretrain_clip.FAULTS)
+@pytest.mark.parametrize("fault", ["missing", "extra", "colour", "shape"])
 def test_a_prompt_scores_a_spoilt_image_lower(reward, fault):
     rng = np.random.default_rng(2)
     scenes = [scene for scene in HELD_OUT if scene.relation is not None][::6]
     right = values(reward, list(render(scenes, rng)), [scene.prompt for scene in scenes])
     spoilt = render([pretrain_clip.spoilt(scene, fault, rng) for scene in scenes], rng)
     wrong = values(reward, list(spoilt), [scene.prompt for scene in scenes])
-    assert np.mean(right > wrong) > 0.9
+    assert np.mean(right > wrong) > 0.95
 
 
 def test_the_score_is_transformers_own_cosine(reward, pictures):
