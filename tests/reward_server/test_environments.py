@@ -1,5 +1,6 @@
 """Environments of rewards' own: real ones, small, made from lock files; and what the lock files hold."""
 
+import ast
 import sys
 import threading
 from importlib import metadata
@@ -196,3 +197,33 @@ def test_without_lock_files_it_is_said_where_they_are(tmp_path, monkeypatch):
 def test_descriptions_are_read_without_importing():
     assert description("null") == "Always 1.0, whatever the image: measures the reward path itself."
     assert description("shapes") == load("shapes").description
+
+
+@pytest.mark.parametrize("reward", available())
+def test_what_a_reward_imports_is_in_its_lock(reward):
+    """The modules that its file, and the shared ones it uses, import at their top."""
+    todo, seen, imported = (
+        [f"reward_server.rewards.{reward}", "reward_server.worker", "reward_server.cli"],
+        set(),
+        set(),
+    )
+    while todo:
+        module = todo.pop()
+        file = environments.ROOT / f"{module.replace('.', '/')}.py"
+        if module in seen or not file.is_file():
+            continue
+        seen.add(module)
+        for node in ast.parse(file.read_text()).body:
+            match node:
+                case ast.ImportFrom(module=name):
+                    todo += [name, *(f"{name}.{alias.name}" for alias in node.names)]
+                    imported.add(name.partition(".")[0])
+                case ast.Import():
+                    imported |= {alias.name.partition(".")[0] for alias in node.names}
+    packages = metadata.packages_distributions()
+    imported -= {*sys.stdlib_module_names, "reward_server"}
+    found = pins(LOCKS / f"{reward}.txt")
+    assert "redis" in imported
+    assert [
+        name for name in imported if not {canonicalize_name(d) for d in packages.get(name, [name])} & set(found)
+    ] == []
