@@ -54,6 +54,7 @@ def test_a_served_name_may_be_apart_from_the_implementation_and_must_be_a_name()
 
 
 def test_the_folder_of_environments_comes_from_the_variable_for_the_embedded_server_too(monkeypatch):
+    monkeypatch.delenv("REWARD_SERVER_ENVS", raising=False)
     assert EmbeddedSettings().envs == Path("~/.cache/mar-grpo/envs")
     monkeypatch.setenv("REWARD_SERVER_ENVS", "/e")
     assert EmbeddedSettings().envs == up().envs == Path("/e")
