@@ -26,7 +26,7 @@ from transformers import Mask2FormerConfig, Mask2FormerForUniversalSegmentation
 
 from reward_server import weights
 from reward_server.contract import Image
-from reward_server.rewards import _detector_mmdet, _hub
+from reward_server.rewards import _clip, _detector_mmdet, _hub
 from reward_server.rewards.base import RewardLoadError
 
 LONG_SIDE, SHORT_SIDE, DIVISOR = 1333, 800, 32
@@ -34,8 +34,8 @@ MAX_DETECTIONS = 100
 _PAD = 128.0
 _MEAN = (123.675, 116.28, 103.53)
 _STD = (58.395, 57.12, 57.375)
-_UNUSED = ("criterion.empty_weight", "swin.layernorm.weight", "swin.layernorm.bias")
-"""Parameters of transformers' model that inference does not use, and checkpoints may lack"""
+_UNUSED = ("criterion.empty_weight", "swin.layernorm.weight", "swin.layernorm.bias", "relative_position_index")
+"""Tensors that detection does not use, or that are constants: checkpoints may have them or lack them"""
 
 PREPROCESSING = "mmdet-mask2former-1333x800-cv2linear-pad32/1"
 
@@ -85,7 +85,7 @@ class Detector:
 
     def _prepare(self, image: Image) -> tuple[torch.Tensor, tuple[int, int]]:
         """Normalised [3, H', W'] with padding, and the (height, width) without."""
-        pixels = torch.tensor(image, device=self._device)
+        pixels = _clip.to_device(torch.tensor(image), self._device)
         size = fitted_size(image.shape[0], image.shape[1])
         resized = resize_like_opencv(pixels, size).permute(2, 0, 1).float()
         padding = (0, -size[1] % DIVISOR, 0, -size[0] % DIVISOR)
