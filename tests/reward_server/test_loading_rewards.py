@@ -1,3 +1,4 @@
+import importlib
 import sys
 
 import numpy as np
@@ -73,3 +74,19 @@ def test_options_are_checked_by_name(make_reward):
     assert seen == [("cpu", "large")]
     with pytest.raises(RewardLoadError, match=r"options of reward 'red': .*'sise'; it has: size"):
         prepare(reward, "cpu", {"sise": "large"})
+
+
+def test_a_package_that_setup_lacks_is_named_with_what_to_do(make_reward):
+    def setup(device):
+        importlib.import_module("a_package_nobody_has")
+
+    with pytest.raises(
+        RewardLoadError, match=r"'red' needs the package 'a_package_nobody_has', which is not installed$"
+    ):
+        prepare(make_reward(setup=setup), "cpu", {})
+    ours = load("null")
+    ours.setup = setup
+    with pytest.raises(
+        RewardLoadError, match=r"'null' needs .*, which is not installed: `reward-server env null` makes "
+    ):
+        prepare(ours, "cpu", {})
