@@ -12,6 +12,7 @@ import hashlib
 import io
 import json
 import math
+import reprlib
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -95,14 +96,24 @@ def number(value: Any, *, lacking: float | None = None) -> float | None:
     return result if math.isfinite(result) and result != lacking else None
 
 
-def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
-    """The leaves of nested objects by dotted path."""
-    if not isinstance(value, dict):
+def flatten(value: Any, prefix: str = "", depth: int = 4) -> dict[str, Any]:
+    """The leaves of nested objects by dotted path; what lies deeper than any protocol has it is a leaf, too."""
+    if not isinstance(value, dict) or not depth:
         return {prefix: value}
     leaves: dict[str, Any] = {}
     for name, inner in value.items():
-        leaves |= flatten(inner, f"{prefix}.{name}" if prefix else str(name))
+        leaves |= flatten(inner, f"{prefix}.{name}" if prefix else str(name), depth - 1)
     return leaves
+
+
+def _told(value: Any) -> str:
+    """What a server answered, for a reason."""
+    if isinstance(value, str):
+        return value[:100]
+    try:
+        return reprlib.repr(value)
+    except ValueError:  # a whole number too long to be written
+        return f"an odd {type(value).__name__}"
 
 
 def columns(reply: Any, count: int, keys: Sequence[str], *, lacking: float | None = None) -> list[Score]:
@@ -125,7 +136,7 @@ def columns(reply: Any, count: int, keys: Sequence[str], *, lacking: float | Non
     scores = []
     for i, given in enumerate(lists[key]):
         details = {name: values[i] for name, values in fitting.items()}
-        reason = None if details[key] is not None else f"the server answered {str(given)[:100]} for {key}"
+        reason = None if details[key] is not None else f"the server answered {_told(given)} for {key}"
         if reason and number(given) == lacking:
             reason += ", which means that it does not apply"
         scores.append(Score(details[key], {"raw": details[key], **details}, reason))
@@ -173,7 +184,7 @@ def slime(caller: Caller, wanted: Wanted, batch: Batch) -> Reply:
             return Score(None, reason=str(error))
         details = {name: number(value) for name, value in leaves.items() if name}
         value = number(leaves[wanted.key])
-        reason = None if value is not None else f"the server answered {str(leaves[wanted.key])[:100]}"
+        reason = None if value is not None else f"the server answered {_told(leaves[wanted.key])}"
         return Score(value, {"raw": value, **details}, reason)
 
     with ThreadPoolExecutor(min(wanted.concurrency, len(batch))) as pool:
@@ -189,7 +200,7 @@ def flow_factory(caller: Caller, wanted: Wanted, batch: Batch) -> Reply:
     }
     reply = caller.json("POST", "/compute", json=request)
     if isinstance(reply, dict) and reply.get("error"):
-        raise RemoteError(f"the server answered: {reply['error']}")
+        raise RemoteError(f"the server answered: {_told(reply['error'])}")
     return Reply(columns(reply, len(batch), [wanted.key or "rewards"]))
 
 
@@ -202,12 +213,12 @@ def unirl(caller: Caller, wanted: Wanted, batch: Batch) -> Reply:
         digest = hashlib.sha256(json.dumps(item, sort_keys=True).encode()).hexdigest()
         requests.append({**item, "request_id": str(uuid.uuid4()), "idempotency_key": digest})
     reply = caller.json("POST", "/score", json={"protocol_version": "1", "requests": requests})
-    if not isinstance(reply, dict) or not isinstance(reply.get("results"), list):
-        raise RemoteError("the reply has no list results")
+    if not isinstance(reply, dict):
+        raise RemoteError("the reply is no object with results")
     if reply.get("protocol_version") not in (None, "1"):
         raise RemoteError(f"the server speaks version {reply['protocol_version']!r} of the protocol, not '1'")
-    results, identities = reply["results"], reply.get("identities") or []
-    errors = reply.get("errors") or [{}] * len(batch)
+    results, errors, identities = (_objects(reply, name) for name in ("results", "errors", "identities"))
+    errors = errors or [{}] * len(batch)
     if not len(results) == len(errors) == len(batch):
         raise RemoteError(f"the reply has {len(results)} results and {len(errors)} errors for {len(batch)} images")
     if identities:
@@ -219,16 +230,23 @@ def unirl(caller: Caller, wanted: Wanted, batch: Batch) -> Reply:
     return Reply([_unirl_score(r, e, wanted) for r, e in zip(results, errors, strict=True)], about)
 
 
-def _unirl_score(result: Any, error: Any, wanted: Wanted) -> Score:
+def _objects(reply: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
+    values = reply.get(name) or []
+    if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
+        raise RemoteError(f"the reply's {name} are no list of objects")
+    return values
+
+
+def _unirl_score(result: Mapping[str, Any], error: Mapping[str, Any], wanted: Wanted) -> Score:
     """The first sub-metric, as UniRL's client takes by default, or the one named ``key``."""
-    metrics = result.get(wanted.reward) if isinstance(result, dict) else None
+    metrics, told = result.get(wanted.reward), error.get(wanted.reward)
     if not isinstance(metrics, dict) or not metrics:
-        told = error.get(wanted.reward) if isinstance(error, dict) else None
-        return Score(None, reason=told or f"the reply has no {wanted.reward} for this image, and no error")
+        reason = f"the server answered: {_told(told)}" if told else f"the reply has no {wanted.reward}, and no error"
+        return Score(None, reason=reason)
     key = wanted.key or next(iter(metrics))
     details = {name: number(value) for name, value in metrics.items()}
     if broken := [name for name, value in details.items() if value is None]:  # as its client: one spoils all
-        return Score(None, details, f"the server answered {metrics[broken[0]]} for {broken[0]}")
+        return Score(None, details, f"the server answered {_told(metrics[broken[0]])} for {broken[0]}")
     if key not in metrics:
         return Score(None, details, f"the reply has no {key}; it has: {', '.join(metrics)} (option key)")
     return Score(details[key], {"raw": details[key], **details})

@@ -30,7 +30,7 @@ MIN_SIDE = 16
 class _Brisque(BRISQUE):  # type: ignore[misc]  # untyped
     def calculate_image_quality_score(self, brisque_features: Any) -> float:
         """The package's, but NaN where a feature is: its machine answers a number even then."""
-        features = np.array([float(feature) for feature in brisque_features])
+        features = np.array([np.asarray(feature, float).item() for feature in brisque_features])
         return float(super().calculate_image_quality_score(features)) if np.isfinite(features).all() else float("nan")
 
 

@@ -97,6 +97,12 @@ class Model:
             columns.append(column)
         return [self._mix([column[i] for column in columns]) for i in range(len(images))]
 
+    def close(self) -> None:
+        """Let go of what the parts hold: connections of remote ones."""
+        for part in self._parts:
+            if (close := getattr(part.reward, "close", None)) is not None:
+                close()
+
     def _mix(self, scored: Sequence[Scored]) -> Score:
         details: dict[str, float | None] = {"raw": None}
         total, reasons = 0.0, []
@@ -132,7 +138,8 @@ def _load(parts: Mapping[str, Mapping[str, Any]]) -> list[Part]:
             reward = base.load(given.get("reward", name))
         except RewardLoadError as error:
             raise RewardLoadError(f"part {name!r}: {error}") from error
-        if isinstance(reward, Model):
+        kind: type = type(reward)
+        if issubclass(kind, Model):
             raise RewardLoadError(f"part {name!r} is an ensemble: give its parts here, with their weights multiplied")
         loaded.append(Part(name, float(weight), reward, given.get("options") or {}))
     return loaded

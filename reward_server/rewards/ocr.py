@@ -14,12 +14,12 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnxruntime
+import onnxruntime  # type: ignore[import-untyped]
 import rapidocr
 
 from reward_server import weights
@@ -87,7 +87,7 @@ class Model:
             raise RewardLoadError(f"device {device}: this onnxruntime has no CUDA; install onnxruntime-gpu, or use cpu")
         threads = threads or int(os.environ.get("OMP_NUM_THREADS", "1"))
         engine = "EngineConfig.onnxruntime"
-        self._read = rapidocr.RapidOCR(
+        self._read: Callable[[Image], Any] = rapidocr.RapidOCR(
             params={
                 "Global.log_level": "error",
                 "Global.use_cls": False,

@@ -15,8 +15,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import httpx
-
 from reward_server.contract import Image
 from reward_server.rewards import _remote_native as native
 from reward_server.rewards._remote_http import Caller, RemoteError
@@ -95,7 +93,7 @@ class Model:
             raise RewardLoadError("protocol flow_grpo speaks in pickles: allow it with the option allow_pickle: true")
         if protocol in NAMED and not reward:
             raise RewardLoadError(f"option reward: which reward of {url} (protocol {protocol} serves several)")
-        if httpx.URL(url).scheme not in ("http", "https") or not httpx.URL(url).host:
+        if not url.startswith(("http://", "https://")):
             raise RewardLoadError(f"option url: {url!r} is no http:// or https:// URL")
         if timeout_s <= 0 or retries < 0 or max_batch < 0 or concurrency < 1:
             raise RewardLoadError("timeout_s and concurrency must be positive, retries and max_batch at least 0")
@@ -109,7 +107,7 @@ class Model:
         )
         self._ask, self._max_batch = ASKS[protocol], max_batch or BATCHES.get(protocol, 0)
         self._caller = Caller(url, timeout_s=timeout_s, retries=retries, token=_token(token_env))
-        sent = "raw pixels" if protocol in ("native", "cosmos") else self._wanted.image_format
+        sent = "raw" if protocol in ("native", "cosmos") else self._wanted.image_format
         self.provenance = {"remote": self._caller.url, "protocol": protocol, "preprocessing": f"remote-{sent}/1"}
         identity = "|".join([protocol, self._caller.url, reward, key, sent])
         self.revision = f"unknown-{hashlib.sha256(identity.encode()).hexdigest()[:12]}"

@@ -1,8 +1,10 @@
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import yaml
 
 from reward_server.rewards.base import RewardLoadError, Score, load, prepare
 from reward_server.scoring import Scorer
@@ -118,6 +120,12 @@ def test_rewards_of_the_project_as_parts():
     assert scored.value == pytest.approx(4.0, abs=0.02)
     assert scored.details["shapes.strict"] == 1.0
     assert refused.reason.startswith("part 'shapes': the prompt makes no claim")
+
+
+def test_the_example_settings_load():
+    text = (Path(__file__).parents[3] / "configs" / "rewards" / "ensemble.yaml").read_text()
+    mix = ensemble(**yaml.safe_load(text)["rewards"]["mix"]["options"]["parts"])
+    assert list(mix.provenance) == ["shapes.revision", "shapes.weight", "null.revision", "null.weight"]
 
 
 def test_a_part_that_returns_too_few_is_named():

@@ -86,10 +86,9 @@ def test_odd_sizes(ocr, shape):
 def test_each_image_is_paired_with_its_prompt(ocr):
     words = ["APPLE", "BREAD", "CHESS", "DRUMS"]
     pictures = [drawn(word) for word in words]
-    for order in ([0, 1, 2, 3], [2, 0, 3, 1]):
-        prompts = [f'a poster "{words[i]}"' for i in order]
-        values = [s.value for s in ocr.score(pictures, prompts, [{}] * 4)]
-        assert [value == 1.0 for value in values] == [i == j for i, j in enumerate(order)]
+    prompts = [f'a poster "{words[i]}"' for i in (2, 1, 0, 3)]
+    values = [s.value for s in ocr.score(pictures, prompts, [{}] * 4)]
+    assert [value == 1.0 for value in values] == [False, True, False, True]
 
 
 def test_through_a_worker(ocr, redis_url, start_gateway, start_worker, send):
