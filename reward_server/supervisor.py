@@ -312,11 +312,12 @@ class Supervisor:
         """Whether every worker has said by which name it serves its reward; then ``_names`` holds them."""
         assert self._roster is not None
         names = self._roster.names()
-        workers = [child for child in self._children if child.reward is not None]
-        for child in workers:
-            if child.process is not None and child.process.pid in names:
-                self._names[str(child.reward)] = names[child.process.pid]
-        return all(child.process is not None and child.process.pid in names for child in workers)
+        for child in self._children:
+            if child.reward is not None:
+                if child.process is None or child.process.pid not in names:
+                    return False
+                self._names[child.reward] = names[child.process.pid]
+        return True
 
 
 def _program(name: str, python: Path | str = sys.executable) -> list[str]:
