@@ -87,6 +87,8 @@ class RewardResult(Message):
     reasons: list[str | None]
     details: dict[str, list[FiniteFloat | None]] = Field(default_factory=dict)
     """Sub-scores by name"""
+    provenance: dict[str, str] = Field(default_factory=dict)
+    """What the scores came from: weights (sha256), preprocessing, dtype, device, libraries; joined like ``revision``"""
     timings: Timings
 
     @model_validator(mode="after")
@@ -125,6 +127,10 @@ class RewardInfo(Message):
     description: str = ""
     needs: list[str] = Field(default_factory=list)
     """Metadata keys that an image must have to be scored"""
+    relative: bool = False
+    """Images are scored relative to the others of their request, which must therefore hold whole groups"""
+    provenance: dict[str, str] = Field(default_factory=dict)
+    """As in its results"""
     workers: int = Field(ge=0)
     """Live worker processes; 0 while all of them restart"""
     max_batch: int = Field(ge=1)

@@ -1,6 +1,7 @@
 """The queue between gateway and workers, on Redis Streams: one stream per reward, one consumer group.
 
-A job is cut into parts of at most one batch; a part is one stream entry, and carries no pixels: only where they lie.
+A job is cut into parts of at most one batch, unless its images are scored relative to one another; a part is one
+stream entry, and carries no pixels: only where they lie.
 A worker acknowledges a part in the same atomic step that stores its result, so a part is delivered again until it has
 one (:mod:`reward_server.scripts` has these steps). What a dead worker held goes to another after ``claim_idle_ms``;
 a slow but living one keeps it, since its heartbeat resets that clock.
@@ -15,7 +16,7 @@ import contextlib
 import json
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import redis
@@ -68,6 +69,8 @@ class WorkerInfo:
     heartbeat_s: float
     host: str
     pid: int
+    relative: bool = False
+    provenance: dict[str, str] = field(default_factory=dict)
 
     @property
     def silence_ms(self) -> float:
@@ -109,6 +112,7 @@ def _merge(parts: Sequence[RewardResult]) -> RewardResult:
     if len(parts) == 1:
         return parts[0]
     names = dict.fromkeys(name for part in parts for name in part.details)
+    sources = dict.fromkeys(key for part in parts for key in part.provenance)
     return RewardResult(
         revision="+".join(dict.fromkeys(part.revision for part in parts)),
         scores=[score for part in parts for score in part.scores],
@@ -116,6 +120,10 @@ def _merge(parts: Sequence[RewardResult]) -> RewardResult:
         details={
             name: [value for part in parts for value in part.details.get(name, [None] * len(part.scores))]
             for name in names
+        },
+        provenance={
+            key: "+".join(dict.fromkeys(part.provenance[key] for part in parts if key in part.provenance))
+            for key in sources
         },
         timings=Timings(
             queued_ms=max(part.timings.queued_ms for part in parts),
@@ -264,6 +272,8 @@ class JobQueue:
                 revision=worker.revision,
                 description=worker.description,
                 needs=list(worker.needs),
+                relative=worker.relative,
+                provenance=worker.provenance,
                 workers=(earlier.workers if earlier else 0) + (float(silent_ms) < worker.silence_ms),
                 max_batch=worker.max_batch,
                 depth=max(0, int(depth)),
@@ -385,7 +395,8 @@ class WorkQueue:
     def heartbeat(self, info: WorkerInfo, *, leaving: bool = False) -> None:
         """Show that this worker lives, or that it left."""
         silence = info.silence_ms if leaving else 0
-        self._run(self._heartbeat, self.worker_id, json.dumps(info.__dict__), info.max_batch, GRACE_S * 1000, silence)
+        largest_part = 0 if info.relative else info.max_batch
+        self._run(self._heartbeat, self.worker_id, json.dumps(info.__dict__), largest_part, GRACE_S * 1000, silence)
 
     def leave(self, info: WorkerInfo) -> None:
         """Say goodbye; the group forgets this worker, unless it would forget a part with it."""

@@ -9,17 +9,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from reward_server.payloads import Item
-from reward_server.rewards.base import Reward, Score, Scored
+from reward_server.rewards.base import Reward, Score, Scored, is_relative
 
 log = logging.getLogger(__name__)
 
 
 @dataclass
 class Scorer:
-    """Scores batches of at most ``limit`` images; the limit shrinks when the model runs out of memory."""
+    """Scores batches of at most ``limit`` images; the limit shrinks when the model runs out of memory.
+
+    A relative reward gets its images whole: it has no limit, and a batch that fails is not tried in halves.
+    """
 
     reward: Reward
     limit: int
+
+    def __post_init__(self) -> None:
+        self._relative = is_relative(self.reward)
+        if self._relative:
+            self.limit = sys.maxsize
 
     def score(self, items: Sequence[Item]) -> list[Score]:
         """One entry per item, in order; the value is finite, or None with a reason."""
@@ -53,8 +61,8 @@ class Scorer:
             out_of_memory = _is_out_of_memory(error)
             log.warning("%s failed on %d images: %s", self.reward.name, len(items), reason, exc_info=len(items) == 1)
         # outside the except block, so that the traceback no longer keeps the failed batch's tensors alive
-        if len(items) == 1:
-            return [Score(None, reason=reason)]
+        if len(items) == 1 or self._relative:
+            return [Score(None, reason=reason)] * len(items)
         half = len(items) // 2
         if out_of_memory:
             _release_memory()

@@ -8,7 +8,8 @@ Keys, below a prefix (KEYS[1]; one Redis node, not a cluster: the scripts build 
     depth:{reward}    images in the stream, waiting or being scored
     dead:{reward}     parts that were given up, with the reason
     seen              sorted set of worker ids by their last sign of life (ms), info: hash worker id -> JSON
-    served            sorted set of rewards by their last worker's sign of life (ms), max_batch: hash reward -> images
+    served            sorted set of rewards by their last worker's sign of life (ms)
+    max_batch         hash reward -> images of its largest part, 0: whole jobs
     totals            hash "{reward}:{what}": images scored and failed, parts delivered and given_up
     done (channel)    ids of jobs that were finished or cancelled
 
@@ -51,7 +52,8 @@ for _, reward in ipairs(rewards) do
 end
 local left = 0
 for _, reward in ipairs(rewards) do
-  local step = tonumber(redis.call('HGET', P .. 'max_batch', reward) or images)
+  local step = tonumber(redis.call('HGET', P .. 'max_batch', reward) or 0)
+  if step == 0 then step = images end
   for start = 0, images - 1, step do
     local stop = math.min(start + step, images)
     redis.call('XADD', P .. 'stream:' .. reward, '*', 'job', ARGV[1], 'start', start, 'stop', stop)
@@ -149,7 +151,8 @@ return state
 """
 )
 
-# ARGV: reward, worker id, info JSON, max_batch, ms after which silent workers are forgotten, ms of silence to pretend
+# ARGV: reward, worker id, info JSON, images of its largest part,
+# ms after which silent workers are forgotten, ms of silence to pretend
 HEARTBEAT = (
     _NOW
     + """

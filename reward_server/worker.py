@@ -3,7 +3,8 @@
 Batching is continuous: a free worker takes what is queued, up to ``max_batch`` images. Waiting up to ``max_wait_ms``
 for a fuller batch pays only when several clients are about, so it waits only after a batch that joined several jobs;
 a lone client never waits. A part that was delivered before is scored alone, so that images which kill the process
-cannot take those of other jobs with them.
+cannot take those of other jobs with them; so is every part (a whole job) of a reward that scores images relative to
+one another.
 """
 
 from __future__ import annotations
@@ -27,7 +28,16 @@ from redis.exceptions import RedisError
 from reward_server.contract import RewardResult, Timings
 from reward_server.payloads import Item, PayloadGoneError, PayloadReader, PayloadUnreachableError
 from reward_server.queue import PREFIX, Part, Task, WorkerInfo, WorkQueue
-from reward_server.rewards.base import Reward, Score, load, prepare
+from reward_server.rewards.base import (
+    Reward,
+    Score,
+    is_relative,
+    load,
+    loaded_libraries,
+    prepare,
+    provenance,
+    warm_up,
+)
 from reward_server.scoring import Scorer
 from reward_server.settings import WorkerSettings
 
@@ -59,6 +69,7 @@ class Worker:
         self.settings = settings
         self.stopping = threading.Event()
         self._scorer = Scorer(reward, settings.max_batch)
+        self._relative = is_relative(reward)
         self._client = redis.Redis.from_url(settings.redis_url, decode_responses=True, socket_timeout=10)
         self._binary = redis.Redis.from_url(settings.redis_url, socket_timeout=60)
         host = socket.gethostname()
@@ -74,6 +85,8 @@ class Worker:
             heartbeat_s=settings.heartbeat_s,
             host=host,
             pid=os.getpid(),
+            relative=self._relative,
+            provenance={**provenance(reward), "device": settings.device, "libraries": loaded_libraries()},
         )
         self._held: deque[Held] = deque()
         self._claimed: dict[str, Part] = {}  # what the heartbeat keeps ours
@@ -145,7 +158,7 @@ class Worker:
         """Begin parts until a batch is full, the queue is empty, or a part must be scored alone."""
         deadline: float | None = None
         while (missing := self.settings.max_batch - self._images_held()) > 0 and not self.stopping.is_set():
-            if self._held and self._held[0].task.tries > 1:
+            if self._held and self._alone(self._held[0]):
                 return
             parts = self._reclaim()
             if not parts:
@@ -163,6 +176,10 @@ class Worker:
                 return
             for part in parts:
                 self._begin(part)
+
+    def _alone(self, held: Held) -> bool:
+        """Whether a part must not share its batch with others."""
+        return self._relative or held.task.tries > 1
 
     def _reclaim(self) -> list[Part]:
         """Parts of dead workers, looked for a few times per ``claim_idle_ms``."""
@@ -228,12 +245,13 @@ class Worker:
             scores=[score.value for score in scores],
             reasons=[score.reason for score in scores],
             details={name: [score.details.get(name) for score in scores] for name in names},
+            provenance=self._info.provenance,
             timings=Timings(queued_ms=task.queued_ms, scored_ms=busy_ms),
         )
 
     def _score_batch(self) -> None:
         """Score one batch from the parts in hand, and finish those that are complete."""
-        alone = self._held[0].task.tries > 1
+        alone = self._alone(self._held[0])
         batch: list[tuple[Held, int]] = []
         room = self._scorer.limit
         for held in list(self._held)[: 1 if alone else None]:
@@ -260,7 +278,7 @@ class Worker:
 
 
 def run(settings: WorkerSettings) -> None:
-    """Load the reward and serve it until SIGTERM or SIGINT.
+    """Load the reward, score one image to warm it up, and serve it until SIGTERM or SIGINT.
 
     Raises:
         RewardLoadError: no such reward, it lacks a package, or an option is wrong.
@@ -268,9 +286,12 @@ def run(settings: WorkerSettings) -> None:
     """
     reward = load(settings.reward)
     started = time.monotonic()
+    if settings.name is not None:
+        reward.name = settings.name
     prepare(reward, settings.device, settings.options)
     if (torch := sys.modules.get("torch")) is not None:
         torch.set_num_threads(settings.threads)
+    warm_up(reward)
     worker = Worker(settings, reward)
 
     def stop(number: int, frame: FrameType | None) -> None:

@@ -16,12 +16,18 @@ import difflib
 import importlib
 import inspect
 import logging
+import math
 import pkgutil
+import platform
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import metadata
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias, runtime_checkable
+
+import numpy as np
 
 from reward_server.contract import NAME_PATTERN, Image
 from reward_server.environments import cures
@@ -29,6 +35,21 @@ from reward_server.environments import cures
 log = logging.getLogger(__name__)
 
 _NOT_REWARDS = {"base"}
+_LIBRARIES = {
+    "ImageReward": "image-reward",
+    "PIL": "pillow",
+    "brisque": "brisque",
+    "hpsv2": "hpsv2",
+    "numpy": "numpy",
+    "onnxruntime": "onnxruntime",
+    "rapidocr": "rapidocr",
+    "scipy": "scipy",
+    "timm": "timm",
+    "torch": "torch",
+    "torchvision": "torchvision",
+    "transformers": "transformers",
+}
+"""Packages whose version is told with scores, by module"""
 
 
 @dataclass(frozen=True)
@@ -99,8 +120,7 @@ def load(name: str) -> Reward:
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        what = f"reward {name!r} needs the package {error.name!r}, which is not installed"
-        raise RewardLoadError(what if colon else f"{what}: {cures(name)}") from error
+        raise _lacking(module_name, name, error) from error
     except Exception as error:
         raise _broken(f"{module_name} cannot be imported", error) from error
     model = getattr(module, class_name, None)
@@ -116,12 +136,10 @@ def load(name: str) -> Reward:
     return reward
 
 
-def prepare(reward: Reward, device: str, options: Mapping[str, Any]) -> None:
-    """Call ``setup`` with the options of the configuration.
-
+def check_options(reward: Reward, device: str, options: Mapping[str, Any]) -> None:
+    """
     Raises:
-        RewardLoadError: an option that it does not know, or one missing (the message lists those it has); or ``setup``
-            itself failed.
+        RewardLoadError: an option that ``setup`` does not know, or one missing; the message lists those it has.
     """
     signature = inspect.signature(reward.setup)
     try:
@@ -129,10 +147,22 @@ def prepare(reward: Reward, device: str, options: Mapping[str, Any]) -> None:
     except TypeError as error:
         known = ", ".join(name for name in signature.parameters if name != "device") or "none"
         raise RewardLoadError(f"options of reward {reward.name!r}: {error}; it has: {known}") from error
+
+
+def prepare(reward: Reward, device: str, options: Mapping[str, Any]) -> None:
+    """Call ``setup`` with the options of the configuration.
+
+    Raises:
+        RewardLoadError: an option that it does not know, or one missing (the message lists those it has); or ``setup``
+            itself failed.
+    """
+    check_options(reward, device, options)
     try:
         reward.setup(device, **options)
     except RewardLoadError:  # in the reward's own words
         raise
+    except ModuleNotFoundError as error:
+        raise _lacking(type(reward).__module__, reward.name, error) from error
     except Exception as error:
         raise _broken(f"reward {reward.name!r} cannot be set up", error) from error
 
@@ -151,6 +181,49 @@ def example(reward: Reward) -> tuple[str, dict[str, Any]]:
     """A prompt and metadata that the reward can score."""
     prompt, metadata = getattr(reward, "example", ("a red circle", {}))
     return prompt, dict(metadata)
+
+
+def warm_up(reward: Reward) -> None:
+    """Score one small image (two, by a relative reward), so that the first request need not wait for lazy set-up.
+
+    Raises:
+        RewardLoadError: ``score`` raised, or gave something else than a finite number or a reason.
+    """
+    prompt, extra = example(reward)
+    if lacking := [key for key in reward.needs if key not in extra]:
+        log.info("no warm-up of %s: its example lacks the metadata %s", reward.name, ", ".join(lacking))
+        return
+    count = 2 if is_relative(reward) else 1
+    ramp = np.linspace(0, 255, 64).astype(np.uint8)
+    image = np.stack(np.broadcast_arrays(ramp, ramp[:, None], np.uint8(128)), axis=-1)
+    try:
+        scored = list(reward.score([image] * count, [prompt] * count, [extra] * count))
+        if len(scored) != count:
+            raise ValueError(f"{len(scored)} scores for {count} images")
+    except Exception as error:
+        raise _broken(f"reward {reward.name!r} failed to score a first image", error) from error
+    for score in scored:
+        value, reason = (score.value, score.reason) if isinstance(score, Score) else (score, None)
+        if value is None:
+            log.warning("the warm-up of %s gave no score: %s", reward.name, reason)
+        elif not math.isfinite(value):
+            raise RewardLoadError(
+                f"reward {reward.name!r} scores a first image {value}: its weights or dtype are wrong"
+            )
+
+
+def loaded_libraries() -> str:
+    """Versions of Python and of those packages that decide about scores, as far as this process has loaded them."""
+    loaded = {module: _LIBRARIES[module] for module in sys.modules if module in _LIBRARIES}
+    versions = [f"{package} {metadata.version(package)}" for _, package in sorted(loaded.items())]
+    return ", ".join([f"python {platform.python_version()}", *versions])
+
+
+def _lacking(module: str, name: str, error: ModuleNotFoundError) -> RewardLoadError:
+    """The error for a package that is missing, with what to do if the reward is one of this folder."""
+    what = f"reward {name!r} needs the package {error.name!r}, which is not installed"
+    package, _, file = module.rpartition(".")
+    return RewardLoadError(f"{what}: {cures(file)}" if package == "reward_server.rewards" else what)
 
 
 def _broken(what: str, error: Exception) -> RewardLoadError:

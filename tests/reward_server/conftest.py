@@ -23,8 +23,11 @@ class Good(Plugin):
 
 class Dies(Plugin):
     name = "dies"
+    example = ("warm-up", {})
 
     def score(self, images, prompts, metadata):
+        if prompts == ["warm-up"]:
+            return [0.5]
         print("dying", file=sys.stderr, flush=True)
         os._exit(3)
 

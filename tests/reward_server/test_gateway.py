@@ -313,11 +313,15 @@ def test_rewards_are_listed(gateway, serve):
     assert gateway.get("/v1/rewards").json() == {"version": "1", "rewards": []}
     serve(description="how red", needs=("tag",))
     (reward,) = gateway.get("/v1/rewards").json()["rewards"]
+    provenance = reward.pop("provenance")
+    assert provenance["device"] == "cpu"
+    assert f"numpy {np.__version__}" in provenance["libraries"]
     assert reward == {
         "name": "red",
         "revision": "r1",
         "description": "how red",
         "needs": ["tag"],
+        "relative": False,
         "workers": 1,
         "max_batch": 16,
         "depth": 0,

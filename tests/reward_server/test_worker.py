@@ -348,3 +348,34 @@ def test_a_part_that_could_not_be_opened_is_delivered_again(
     job = queued(gateway, send, red_images(1))
     start_worker(make_reward(), redis_url=redis_url, claim_idle_ms=200)  # a heartbeat every 100 ms would keep it
     assert result(gateway, job)["scores"] == [1]
+
+
+def test_a_relative_reward_gets_each_job_whole_and_alone(
+    gateway, client, send, red_images, start_worker, make_reward, redis_url
+):
+    start_worker(make_reward(relative=True), redis_url=redis_url, max_batch=2).stop_and_wait()
+    jobs = [queued(gateway, send, red_images(1, 2, 3, 4, 5)), queued(gateway, send, red_images(6, 7, 8))]
+    reward = make_reward(lambda images, *_: [len(images)] * len(images), relative=True)
+    start_worker(reward, redis_url=redis_url, max_batch=2)
+    assert [result(gateway, job)["scores"] for job in jobs] == [[5.0] * 5, [3.0] * 3]
+    assert [len(call) for call in reward.calls] == [5, 3]
+    assert gateway.get("/v1/rewards").json()["rewards"][0]["relative"] is True
+
+
+def test_a_relative_batch_that_fails_is_not_tried_in_halves(
+    gateway, send, red_images, start_worker, make_reward, redis_url
+):
+    reward = make_reward(lambda *_: 1 / 0, relative=True)
+    start_worker(reward, redis_url=redis_url)
+    answer = send(gateway, red_images(1, 2, 3)).json()
+    assert answer["state"] == "failed"
+    assert answer["results"]["red"]["reasons"] == ["ZeroDivisionError: division by zero"] * 3
+    assert len(reward.calls) == 1
+
+
+def test_results_say_what_they_came_from(gateway, send, red_images, start_worker, make_reward, redis_url):
+    start_worker(make_reward(provenance={"weights": "sha256:aa"}), redis_url=redis_url)
+    given = send(gateway, red_images(1, 2)).json()["results"]["red"]["provenance"]
+    assert given["weights"] == "sha256:aa"
+    assert given["device"] == "cpu"
+    assert f"numpy {np.__version__}" in given["libraries"]
