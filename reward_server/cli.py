@@ -19,6 +19,7 @@ from reward_server.embedded import EmbeddedServer, EmbeddedServerError, Embedded
 from reward_server.environments import NoEnvironmentError, own
 from reward_server.rewards.base import RewardLoadError
 from reward_server.settings import GatewaySettings, ServerSettings, WorkerSettings
+from reward_server.upkeep import prefetch, selftest
 
 
 def up(argv: Sequence[str]) -> int:
@@ -110,6 +111,8 @@ def env(argv: Sequence[str]) -> int:
         "done; `reward-server up` then runs the reward in it. The path of its Python goes to stdout.",
         positionals=["reward"],
     )
+    if not settings.reward:
+        raise CommandError("which reward? reward-server env NAME")
     environment = own(settings.reward, settings.envs)
     if not settings.check:
         environment.make()
@@ -126,6 +129,8 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "gateway": gateway,
     "worker": worker,
     "env": env,
+    "prefetch": prefetch,
+    "selftest": selftest,
     "list": list_rewards,
     "score": score,
 }
