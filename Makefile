@@ -8,16 +8,19 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $
 INSTALLED := $(VENV)/.installed
 DEVELOP := $(VENV)/.develop
 
-.PHONY: help demo test lint types format pretrain locks clean
+.PHONY: help demo test test-weights lint types format pretrain locks clean
 
 help: ## list the targets
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
 demo: $(INSTALLED) ## the main job: train the small model by MAR-GRPO with an embedded reward server
 	$(BIN)/python trainer/run.py --config configs/train/small.yaml
 
 test: lint types ## lint, type-check and run the whole test suite with coverage
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --cov --cov-report=term
+
+test-weights: $(DEVELOP) ## published scores, by those rewards whose real weights are on this machine
+	$(BIN)/python -m pytest -m weights tests/weights
 
 lint: $(DEVELOP) ## ruff
 	$(BIN)/ruff check .
