@@ -260,6 +260,23 @@ def test_spatial_3d_uses_the_depth_of_the_same_image(from_metadata, images):
     assert front.details["relation"] == pytest.approx(expected)
 
 
+def test_depth_network_sees_480_pixels_from_minus_one_to_one(from_metadata):
+    estimator = from_metadata("spatial_3d")._depth
+    seen = []
+
+    def network(pixel_values):
+        seen.append(pixel_values)
+        return SimpleNamespace(predicted_depth=pixel_values.mean(dim=1))
+
+    estimator._model = network
+    image = np.zeros((20, 40, 3), np.uint8)
+    image[:, 20:] = 255
+    assert [depth.shape for depth in estimator.maps([image])] == [(240, 480)]
+    assert seen[0].shape == (1, 3, 480, 480)
+    assert (seen[0].min(), seen[0].max()) == (-1.0, 1.0)
+    assert abs(seen[0].mean()) < 0.01
+
+
 def test_depth_map_is_scaled_to_the_image_in_256_steps():
     inverse = torch.tensor([[2.0, 4.0], [2.0, 4.0]])
     depth = _compbench_depth.as_stored(inverse, (479, 479))
