@@ -69,7 +69,7 @@ def locate(source: Source, *, reward: str) -> Path:
         licence = f" (licence: {source.licence})" if source.licence else ""
         raise RewardLoadError(
             f"weights of {reward} are not on this machine: {', '.join(missing)} of {source.repo}{licence}. "
-            f"Download them with: reward-server prefetch {reward}"
+            f"Download them with: reward-server prefetch {reward} (and the --options that it is served with)"
         )
     return folder
 
