@@ -7,6 +7,7 @@ every parameter filled. Importing this module loads neither torch nor the hub's 
 
 from __future__ import annotations
 
+import fnmatch
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -75,7 +76,7 @@ def locate(source: Source, *, reward: str) -> Path:
 
 
 def download(source: Source) -> Path:
-    """Download what is missing of ``source`` into the hub's cache; the folder that holds it.
+    """Download what is missing of ``source`` into the hub's cache, of alternatives the first; the folder that holds it.
 
     A local source is only checked. ``HF_HUB_OFFLINE``, ``HF_TOKEN``, ``HF_HOME``, ``HF_ENDPOINT`` work as everywhere.
 
@@ -85,12 +86,17 @@ def download(source: Source) -> Path:
     if source.is_local:
         return locate(source, reward=source.repo)
     import httpx
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import list_repo_files, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
-    patterns = [name for entry in source.files for name in entry.split("|")]
     try:
-        folder = Path(snapshot_download(source.repo, revision=source.revision, allow_patterns=patterns))
+        return locate(source, reward=source.repo)
+    except RewardLoadError:
+        pass  # there is something to download
+    try:
+        there = list_repo_files(source.repo, revision=source.revision)
+        wanted = [next((n for n in e.split("|") if fnmatch.filter(there, n)), e) for e in source.files]
+        folder = Path(snapshot_download(source.repo, revision=source.revision, allow_patterns=wanted))
     except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, httpx.HTTPError, OSError) as error:
         text = " ".join(str(error).split())
         raise RewardLoadError(f"{source.repo} cannot be downloaded: {type(error).__name__}: {text}") from error

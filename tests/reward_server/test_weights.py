@@ -3,6 +3,7 @@ import pickle
 import httpx
 import pytest
 import torch
+from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import save_file
 
 from reward_server import weights
@@ -59,25 +60,37 @@ def test_a_failed_download_is_one_line(hub, monkeypatch):
     def refuse(*arguments, **keywords):
         raise httpx.ConnectError("no\nroute")
 
-    monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
+    monkeypatch.setattr("huggingface_hub.list_repo_files", refuse)
     with pytest.raises(RewardLoadError, match="org/repo cannot be downloaded: ConnectError: no route"):
         weights.download(Source("org/repo", ("w.pt",)))
 
 
-def test_a_download_must_bring_every_file(hub, monkeypatch, tmp_path):
+def test_the_first_alternative_that_the_hub_has_is_downloaded_once(hub, monkeypatch):
     asked = []
 
-    def fetch(repo, revision, allow_patterns):
-        asked.append((repo, revision, allow_patterns))
-        return str(tmp_path)
+    def fetch(repo, revision, **options):
+        if options.pop("local_files_only", False):
+            raise LocalEntryNotFoundError("not here")
+        asked.append((repo, revision, options["allow_patterns"]))
+        return str(hub({}))
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
-    with pytest.raises(RewardLoadError, match=r"org/repo at v2 has no a\.pt or b\.pt"):
-        weights.download(Source("org/repo", ("a.pt|b.pt",), revision="v2"))
-    (tmp_path / "b.pt").touch()
-    assert weights.download(Source("org/repo", ("a.pt|b.pt",), revision="v2")) == tmp_path
-    assert asked[-1] == ("org/repo", "v2", ["a.pt", "b.pt"])
-    assert weights.download(Source(str(tmp_path), ("b.pt",))) == tmp_path  # a local one is only looked at
+    monkeypatch.setattr(
+        "huggingface_hub.list_repo_files", lambda repo, revision: ["b.pt", "c.pt", "m-1.bin", "m-2.bin"]
+    )
+    with pytest.raises(RewardLoadError, match=r"org/repo at v2 has no b\.pt or c\.pt, m-\*\.bin"):
+        weights.download(Source("org/repo", ("b.pt|c.pt", "m-*.bin"), revision="v2"))
+    assert asked == [("org/repo", "v2", ["b.pt", "m-*.bin"])]
+
+
+def test_what_is_there_is_not_downloaded_again(hub, monkeypatch, tmp_path):
+    def refuse(*arguments, **keywords):
+        raise AssertionError("the network is not needed")
+
+    monkeypatch.setattr("huggingface_hub.list_repo_files", refuse)
+    snapshot = hub({"b.pt": b"1"})
+    assert weights.download(Source("org/repo", ("a.pt|b.pt",))) == snapshot
+    assert weights.download(Source(str(snapshot), ("b.pt",))) == snapshot  # a local one is only looked at
 
 
 STATE = {"a": torch.arange(3.0), "b": torch.ones(2, 2)}
