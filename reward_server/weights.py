@@ -85,19 +85,17 @@ def download(source: Source) -> Path:
     """
     if source.is_local:
         return locate(source, reward=source.repo)
-    import httpx
-    from huggingface_hub import list_repo_files, snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+    from huggingface_hub import model_info, snapshot_download
 
     try:
         return locate(source, reward=source.repo)
     except RewardLoadError:
         pass  # there is something to download
     try:
-        there = list_repo_files(source.repo, revision=source.revision)
+        there = [entry.rfilename for entry in model_info(source.repo, revision=source.revision).siblings or []]
         wanted = [next((n for n in e.split("|") if fnmatch.filter(there, n)), e) for e in source.files]
         folder = Path(snapshot_download(source.repo, revision=source.revision, allow_patterns=wanted))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, httpx.HTTPError, OSError) as error:
+    except Exception as error:  # of the hub's client, or of its HTTP library, which differs by version
         text = " ".join(str(error).split())
         raise RewardLoadError(f"{source.repo} cannot be downloaded: {type(error).__name__}: {text}") from error
     missing = _missing(folder, source)

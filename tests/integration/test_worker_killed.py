@@ -14,11 +14,14 @@ folder = pathlib.Path(os.environ["TEST_FOLDER"])
 
 class Slow:
     name, revision, description, needs = "red", "1", "", ()
+    example = ("warm-up", {})
 
     def setup(self, device):
         ...
 
     def score(self, images, prompts, metadata):
+        if prompts == ["warm-up"]:
+            return [0.0]
         started = folder / f"{os.getpid()}.started"
         started.write_text(str(len(images)))
         while not (folder / "go").exists():

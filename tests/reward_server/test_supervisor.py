@@ -56,6 +56,8 @@ def child(supervisor, name):
 
 
 def test_environment_carries_settings_to_a_child_unchanged(monkeypatch):
+    for name in [name for name in os.environ if name.startswith(ENV_PREFIX)]:
+        monkeypatch.delenv(name)
     settings = WorkerSettings(
         reward="m:C", token="s3cret", device="null", options={"a": [1, None], "b": "x,y"}, max_wait_ms=0.5
     )
