@@ -1,4 +1,5 @@
 import pickle
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -60,7 +61,7 @@ def test_a_failed_download_is_one_line(hub, monkeypatch):
     def refuse(*arguments, **keywords):
         raise httpx.ConnectError("no\nroute")
 
-    monkeypatch.setattr("huggingface_hub.list_repo_files", refuse)
+    monkeypatch.setattr("huggingface_hub.model_info", refuse)
     with pytest.raises(RewardLoadError, match="org/repo cannot be downloaded: ConnectError: no route"):
         weights.download(Source("org/repo", ("w.pt",)))
 
@@ -75,9 +76,8 @@ def test_the_first_alternative_that_the_hub_has_is_downloaded_once(hub, monkeypa
         return str(hub({}))
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
-    monkeypatch.setattr(
-        "huggingface_hub.list_repo_files", lambda repo, revision: ["b.pt", "c.pt", "m-1.bin", "m-2.bin"]
-    )
+    there = [SimpleNamespace(rfilename=name) for name in ("b.pt", "c.pt", "m-1.bin", "m-2.bin")]
+    monkeypatch.setattr("huggingface_hub.model_info", lambda repo, revision: SimpleNamespace(siblings=there))
     with pytest.raises(RewardLoadError, match=r"org/repo at v2 has no b\.pt or c\.pt, m-\*\.bin"):
         weights.download(Source("org/repo", ("b.pt|c.pt", "m-*.bin"), revision="v2"))
     assert asked == [("org/repo", "v2", ["b.pt", "m-*.bin"])]
@@ -87,7 +87,7 @@ def test_what_is_there_is_not_downloaded_again(hub, monkeypatch, tmp_path):
     def refuse(*arguments, **keywords):
         raise AssertionError("the network is not needed")
 
-    monkeypatch.setattr("huggingface_hub.list_repo_files", refuse)
+    monkeypatch.setattr("huggingface_hub.model_info", refuse)
     snapshot = hub({"b.pt": b"1"})
     assert weights.download(Source("org/repo", ("a.pt|b.pt",))) == snapshot
     assert weights.download(Source(str(snapshot), ("b.pt",))) == snapshot  # a local one is only looked at
