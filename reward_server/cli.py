@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -150,7 +151,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"reward-server: error: no command {arguments[0]!r}; {hint}known: {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
     try:
-        return command(arguments[1:])
+        code = command(arguments[1:])
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # `reward-server list | head`: who read has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except EmbeddedServerError as error:
         print(f"reward-server {arguments[0]}: {error}", file=sys.stderr)
         return 1

@@ -371,3 +371,11 @@ def test_up_prints_the_names_that_requests_use_and_which_variables_hold_the_toke
     assert "  TRAINER_REWARD__TOKEN=<the token> python trainer/run.py " in err
     assert "plugged:" not in err
     assert "s3cret" not in err
+
+
+def test_a_reader_that_has_seen_enough_is_no_error():
+    command = [sys.executable, "-m", "reward_server", "list"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait() == 0
