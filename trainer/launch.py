@@ -86,6 +86,7 @@ def build(config: Config, accelerator: Accelerator, client: RewardClient, root: 
         "settings": settings_of(config),
         "versions": versions(),
         "rewards": client.check(),
+        "provenance": client.provenance,
         "base_checkpoint": sha256(weights),
     }
     module = parts.as_module(policy).to(accelerator.device)

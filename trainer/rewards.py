@@ -119,6 +119,7 @@ class RewardClient:
         """
         self.url = url.rstrip("/")
         self.rewards = list(rewards)
+        self.provenance: dict[str, dict[str, str]] = {}
         self._timeout_s = timeout_s
         self._give_up_after_s = give_up_after_s
         self._while_away = while_away
@@ -148,7 +149,7 @@ class RewardClient:
         self._http.close()
 
     def check(self, wait_s: float = 30.0) -> dict[str, str]:
-        """Revision of each of our rewards, as served now.
+        """Revision of each of our rewards, as served now; :attr:`provenance` then says more about them.
 
         Raises:
             RewardServerLost: no answer within ``wait_s``.
@@ -156,6 +157,7 @@ class RewardClient:
         """
         answer = self._parse(RewardList, self._ask("GET", "/v1/rewards", wait_s=wait_s)[0])
         served = {info.name: info.revision for info in answer.rewards}
+        self.provenance = {info.name: info.provenance for info in answer.rewards if info.name in self.rewards}
         for name in self.rewards:
             if name not in served:
                 near = difflib.get_close_matches(name, served, n=1)

@@ -1,5 +1,6 @@
 """The judge of the example configuration, served: trainer's client, gateway, queue, worker, and a scripted judge."""
 
+import json
 import re
 from pathlib import Path
 
@@ -9,9 +10,11 @@ import yaml
 
 from reward_server.embedded import EmbeddedServer, EmbeddedServerMistake
 from reward_server.settings import EmbeddedSettings
+from trainer import run
 from trainer.rewards import RewardClient
 
-EXAMPLE = Path(__file__).resolve().parents[3] / "configs" / "rewards" / "judge.yaml"
+ROOT = Path(__file__).resolve().parents[3]
+EXAMPLE = ROOT / "configs" / "rewards" / "judge.yaml"
 
 
 def settings(chat, **options):
@@ -58,3 +61,52 @@ def test_a_judge_whose_server_is_away_is_a_users_mistake_in_words(chat):
         EmbeddedServer(settings(chat, base_url="http://127.0.0.1:1/v1", retries=0)),
     ):
         pass
+
+
+def brighter(chat):
+    """A judge that finds the brighter image the better one, and is partial to the first."""
+
+    def scripted(body):
+        first, second = (float(picture.mean()) for picture in chat.pictures(body))
+        return chat.completion("1", {"1": 0.9, "2": 0.1} if first >= second else {"1": 0.3, "2": 0.7})
+
+    return scripted
+
+
+def test_win_rates_are_those_of_whole_requests(chat):
+    chat.answer = brighter(chat)
+    options = {"base_url": chat.url, "template": "pairwise"}
+    rewards = {"judge": {"max_batch": 2, "options": options}}
+    requests = [np.full((3, 8, 8, 3), 0, np.uint8) + np.array(v, np.uint8)[:, None, None, None] for v in BRIGHTNESS]
+    with (
+        EmbeddedServer(EmbeddedSettings(rewards=rewards)) as server,
+        RewardClient(server.url, server.token, ["judge"]) as client,
+    ):
+        client.check()
+        jobs = [client.submit(images, ["p"] * 3) for images in requests]
+        results = [job.result(60) for job in jobs]
+    # in the two orders the brighter one is preferred by 0.9 and 0.7: 0.8 on the mean, the other by 0.2
+    assert results[0].scores["judge"] == pytest.approx([0.2, 0.8, 0.5])
+    assert results[1].scores["judge"] == pytest.approx([0.8, 0.5, 0.2])
+    assert [r.details["judge"]["comparisons"].tolist() for r in results] == [[2, 2, 2]] * 2
+    assert client.provenance["judge"]["template"].startswith("pairwise sha256:")
+
+
+BRIGHTNESS = [(10, 200, 100), (250, 240, 230)]
+
+
+def test_the_trainer_learns_from_win_rates_by_configuration_alone(chat, tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    chat.answer = brighter(chat)
+    overlay = {
+        "reward": {"names": {"judge": 1.0}},
+        "server": {"rewards": {"judge": {"max_batch": 2, "options": {"base_url": chat.url, "template": "pairwise"}}}},
+        "train": {"steps": 1, "prompts_per_step": 2, "group_size": 3, "threads": 1},
+        "evaluate": {"prompts": 2, "seeds": 2},
+        "report": {"run_dir": str(tmp_path / "run"), "sheet_prompts": 2, "snr_groups": 0},
+    }
+    (tmp_path / "judge.yaml").write_text(yaml.safe_dump(overlay))
+    arguments = ["--config", "configs/train/small.yaml", "--config", str(tmp_path / "judge.yaml")]
+    assert run.main(arguments) == 0
+    (line,) = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(line)["reward/mean"] == pytest.approx(0.5)  # the mean of all win rates, whatever the images
