@@ -154,6 +154,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = command(arguments[1:])
         sys.stdout.flush()
         return code
+    except KeyboardInterrupt:
+        print(f"reward-server {arguments[0]}: interrupted", file=sys.stderr)
+        return 130
     except BrokenPipeError:  # `reward-server list | head`: who read has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

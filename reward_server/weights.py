@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import fnmatch
 import hashlib
+import re
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -139,12 +141,15 @@ def read_state_dict(path: Path) -> dict[str, torch.Tensor]:
     try:
         if path.suffix == ".safetensors":
             return load_file(path)
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=_is_zip(path))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # about pickle protocols; what cannot be read is an error
+            state = torch.load(path, map_location="cpu", weights_only=True, mmap=_is_zip(path))
     except (OSError, SafetensorError, EOFError, ValueError, RuntimeError) as error:
         raise RewardLoadError(f"{path} cannot be read: {' '.join(str(error).split())[:300]}") from error
     except Exception as error:  # pickle.UnpicklingError: code where data was expected
-        reason = " ".join(str(error).split())[:300]
-        raise RewardLoadError(f"{path} is not a plain file of weights, and is not run: {reason}") from error
+        code = re.search(r"GLOBAL (\S+)", str(error))
+        holds = f"it refers to the code {code[1]}" if code else "it holds more than tensors"
+        raise RewardLoadError(f"{path} is not a plain file of weights, and is not run: {holds}") from error
     if isinstance(state, dict) and isinstance(state.get("state_dict"), dict):
         state = state["state_dict"]
     if not isinstance(state, dict) or not all(isinstance(value, torch.Tensor) for value in state.values()):

@@ -157,6 +157,7 @@ def prepare(reward: Reward, device: str, options: Mapping[str, Any]) -> None:
             itself failed.
     """
     check_options(reward, device, options)
+    _check_device(device)
     try:
         reward.setup(device, **options)
     except RewardLoadError:  # in the reward's own words
@@ -165,6 +166,23 @@ def prepare(reward: Reward, device: str, options: Mapping[str, Any]) -> None:
         raise _lacking(type(reward).__module__, reward.name, error) from error
     except Exception as error:
         raise _broken(f"reward {reward.name!r} cannot be set up", error) from error
+
+
+def _check_device(device: str) -> None:
+    """
+    Raises:
+        RewardLoadError: torch, if the reward has loaded it, does not know the device or cannot use it.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return
+    try:
+        kind = torch.device(device).type
+    except RuntimeError as error:
+        raise RewardLoadError(f"device {device!r} is none that torch knows: cpu, cuda, cuda:1, mps ...") from error
+    there = {"cuda": torch.cuda.is_available, "mps": torch.backends.mps.is_available}.get(kind)
+    if there is not None and not there():
+        raise RewardLoadError(f"device {device!r}: torch {torch.__version__} sees none here; set device: cpu")
 
 
 def provenance(reward: Reward) -> dict[str, str]:

@@ -90,3 +90,12 @@ def test_a_package_that_setup_lacks_is_named_with_what_to_do(make_reward):
         RewardLoadError, match=r"'null' needs .*, which is not installed: `reward-server env null` makes "
     ):
         prepare(ours, "cpu", {})
+
+
+@pytest.mark.parametrize(("device", "message"), [("gpu", "none that torch knows"), ("cuda:0", "sees none here")])
+def test_a_device_that_is_not_there_is_one_line(make_reward, monkeypatch, device, message):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(RewardLoadError, match=message):
+        prepare(make_reward(), device, {})

@@ -118,10 +118,10 @@ class Hostile:
 def test_files_that_are_not_plain_weights_are_refused(tmp_path, capsys):
     path = tmp_path / "w.pt"
     path.write_bytes(pickle.dumps({"a": Hostile()}))
-    with pytest.raises(RewardLoadError, match="is not a plain file of weights, and is not run"):
+    with pytest.raises(RewardLoadError, match="is not a plain file of weights, and is not run: it"):
         weights.read_state_dict(path)
     torch.save({"a": Hostile()}, path)
-    with pytest.raises(RewardLoadError, match="is not a plain file of weights, and is not run"):
+    with pytest.raises(RewardLoadError, match=r"is not run: it refers to the code \S*print$"):
         weights.read_state_dict(path)
     assert capsys.readouterr().out == ""
     torch.save({"a": 1}, path)
