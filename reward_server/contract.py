@@ -12,7 +12,7 @@ Needs numpy and pydantic only.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, Any, Literal, Self, TypeAlias, TypeVar
@@ -99,6 +99,32 @@ class RewardResult(Message):
         if any((score is None) != bool(reason) for score, reason in zip(self.scores, self.reasons, strict=True)):
             raise ValueError("a score is null exactly where a reason is given")
         return self
+
+
+def join_results(parts: Sequence[RewardResult]) -> RewardResult:
+    """One result out of those of consecutive images; a sub-score that a part lacks is null there."""
+    if len(parts) == 1:
+        return parts[0]
+
+    def joined(values: Iterable[str | None]) -> str:
+        return "+".join(dict.fromkeys(value for value in values if value is not None))
+
+    names = dict.fromkeys(name for part in parts for name in part.details)
+    keys = dict.fromkeys(key for part in parts for key in part.provenance)
+    return RewardResult(
+        revision=joined(part.revision for part in parts),
+        scores=[score for part in parts for score in part.scores],
+        reasons=[reason for part in parts for reason in part.reasons],
+        details={
+            name: [value for part in parts for value in part.details.get(name, [None] * len(part.scores))]
+            for name in names
+        },
+        provenance={key: joined(part.provenance.get(key) for part in parts) for key in keys},
+        timings=Timings(
+            queued_ms=max(part.timings.queued_ms for part in parts),
+            scored_ms=max(part.timings.scored_ms for part in parts),
+        ),
+    )
 
 
 class JobState(StrEnum):

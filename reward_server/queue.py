@@ -24,7 +24,7 @@ import redis.asyncio
 from redis.exceptions import RedisError, ResponseError
 
 from reward_server import scripts
-from reward_server.contract import JobState, RewardInfo, RewardResult, ScoreResponse, Timings
+from reward_server.contract import JobState, RewardInfo, RewardResult, ScoreResponse, join_results
 
 PREFIX = "rs:"
 GROUP = "workers"
@@ -107,31 +107,6 @@ class Total:
     count: int
 
 
-def _merge(parts: Sequence[RewardResult]) -> RewardResult:
-    """One result out of those of consecutive parts; a sub-score that a part lacks is null there."""
-    if len(parts) == 1:
-        return parts[0]
-    names = dict.fromkeys(name for part in parts for name in part.details)
-    sources = dict.fromkeys(key for part in parts for key in part.provenance)
-    return RewardResult(
-        revision="+".join(dict.fromkeys(part.revision for part in parts)),
-        scores=[score for part in parts for score in part.scores],
-        reasons=[reason for part in parts for reason in part.reasons],
-        details={
-            name: [value for part in parts for value in part.details.get(name, [None] * len(part.scores))]
-            for name in names
-        },
-        provenance={
-            key: "+".join(dict.fromkeys(part.provenance[key] for part in parts if key in part.provenance))
-            for key in sources
-        },
-        timings=Timings(
-            queued_ms=max(part.timings.queued_ms for part in parts),
-            scored_ms=max(part.timings.scored_ms for part in parts),
-        ),
-    )
-
-
 def _response(job_id: str, fields: dict[str, str]) -> ScoreResponse:
     """The answer about a job, from its hash."""
     images = int(fields["images"])
@@ -145,7 +120,7 @@ def _response(job_id: str, fields: dict[str, str]) -> ScoreResponse:
     for reward, found in parts.items():
         ordered = [result for _, result in sorted(found, key=lambda item: item[0])]
         if sum(len(result.scores) for result in ordered) == images:
-            results[reward] = _merge(ordered)
+            results[reward] = join_results(ordered)
     state = JobState(fields["state"])
     if state is JobState.DONE and all(score is None for result in results.values() for score in result.scores):
         state = JobState.FAILED

@@ -31,6 +31,7 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 
 from reward_server import weights
 from reward_server.contract import Image
+from reward_server.rewards._options import dtype_name, torch_dtype
 from reward_server.rewards.base import RewardLoadError, Score, Scored
 
 LAION_H = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
@@ -267,9 +268,9 @@ def build(config: CLIPConfig, state: Mapping[str, torch.Tensor], what: str) -> C
 
 
 def placed(model: CLIPModel, device: str, dtype: str) -> CLIPModel:
-    """``model`` on ``device`` in the dtype of an option (see :func:`torch_dtype`)."""
+    """``model`` on ``device`` in the dtype of an option; ``auto`` is float16 on a GPU, as these projects have it."""
     module: nn.Module = model
-    module.to(device=torch.device(device), dtype=torch_dtype(dtype, device))
+    module.to(device=torch.device(device), dtype=torch_dtype(dtype, device, torch.float16))
     return model
 
 
@@ -277,29 +278,6 @@ def image_size(model: CLIPModel) -> int:
     """Side of the square images that a model takes, pixels."""
     settings: Any = model.config
     return int(settings.vision_config.image_size)
-
-
-def torch_dtype(dtype: str, device: str) -> torch.dtype:
-    """The dtype that an option names; ``auto`` is float16 on a GPU, as these models' projects run there, else float32.
-
-    Raises:
-        RewardLoadError: none of those.
-    """
-    check_choice("dtype", dtype, ("auto", "float32", "bfloat16", "float16"))
-    if dtype == "auto":
-        return torch.float16 if torch.device(device).type == "cuda" else torch.float32
-    chosen: torch.dtype = getattr(torch, dtype)
-    return chosen
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def check_choice(option: str, value: str, choices: Sequence[str]) -> None:
-    """Raises RewardLoadError unless ``value`` is one of ``choices``."""
-    if value not in choices:
-        raise RewardLoadError(f"{option} is {value!r}; choose one of: {', '.join(choices)}")
 
 
 def own_or(weights_option: str, files: Sequence[str], default: str) -> str:

@@ -19,9 +19,6 @@ from reward_server.rewards.base import RewardLoadError
 
 M = TypeVar("M", bound=PreTrainedModel)
 
-DTYPES = {"auto": torch.float32, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-"""Of the option ``dtype`` of rewards whose field computes in float32 on every device"""
-
 
 def build(
     model: type[M],
@@ -74,14 +71,3 @@ def _quiet() -> Iterator[None]:
         settings.set_verbosity(verbosity)
         if bars:
             settings.enable_progress_bar()
-
-
-def dtype_of(name: str, reward: str) -> torch.dtype:
-    """The torch dtype that an option names.
-
-    Raises:
-        RewardLoadError: it is none of DTYPES.
-    """
-    if name not in DTYPES:
-        raise RewardLoadError(f"dtype of {reward} is {name!r}; it can be {', '.join(DTYPES)}")
-    return DTYPES[name]

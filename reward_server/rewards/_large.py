@@ -68,20 +68,3 @@ def load(make: Callable[[], M], paths: Sequence[Path], device: str, rename: Call
     module.to_empty(device=torch.device(device))
     module.load_state_dict(state)
     return module.eval().requires_grad_(False)
-
-
-def half_or_float32(dtype: str, device: str, half: torch.dtype) -> torch.dtype:
-    """The dtype that an option names; ``auto`` is ``half``, which the model's project uses, on a GPU, else float32.
-
-    Raises:
-        RewardLoadError: it is none of auto, float32, bfloat16, float16.
-    """
-    choices = {
-        "auto": half if torch.device(device).type == "cuda" else torch.float32,
-        "float32": torch.float32,
-        "bfloat16": torch.bfloat16,
-        "float16": torch.float16,
-    }
-    if dtype not in choices:
-        raise RewardLoadError(f"dtype is {dtype!r}; choose one of: {', '.join(choices)}")
-    return choices[dtype]

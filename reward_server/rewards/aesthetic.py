@@ -17,6 +17,7 @@ from torch import nn
 
 from reward_server.contract import Image
 from reward_server.rewards import _clip, clip
+from reward_server.rewards._options import dtype_name
 from reward_server.rewards.base import Score, Scored
 from reward_server.weights import Source, load_strictly, locate, read_state_dict, sha256
 
@@ -65,7 +66,7 @@ class Model:
         self.provenance = {
             "weights": f"sha256:{digest}",
             "preprocessing": self._preprocess.id,
-            "dtype": _clip.dtype_name(self._model.dtype),
+            "dtype": dtype_name(self._model.dtype),
         }
 
     @torch.inference_mode()

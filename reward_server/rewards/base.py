@@ -157,7 +157,6 @@ def prepare(reward: Reward, device: str, options: Mapping[str, Any]) -> None:
             itself failed.
     """
     check_options(reward, device, options)
-    _check_device(device)
     try:
         reward.setup(device, **options)
     except RewardLoadError:  # in the reward's own words
@@ -165,11 +164,13 @@ def prepare(reward: Reward, device: str, options: Mapping[str, Any]) -> None:
     except ModuleNotFoundError as error:
         raise _lacking(type(reward).__module__, reward.name, error) from error
     except Exception as error:
+        _check_device(device)
         raise _broken(f"reward {reward.name!r} cannot be set up", error) from error
 
 
 def _check_device(device: str) -> None:
-    """
+    """What a failure may come from.
+
     Raises:
         RewardLoadError: torch, if the reward has loaded it, does not know the device or cannot use it.
     """

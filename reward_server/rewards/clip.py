@@ -11,6 +11,7 @@ import hashlib
 from typing import Any
 
 from reward_server.rewards import _clip
+from reward_server.rewards._options import check_choice
 from reward_server.weights import Source, locate
 
 DEFAULT = "openai/clip-vit-large-patch14"
@@ -41,7 +42,7 @@ class Model(_clip.ClipReward):
         Raises:
             RewardLoadError: an option is wrong, or the weights are missing or do not fit.
         """
-        _clip.check_choice("scale", scale, self.scales)
+        check_choice("scale", scale, self.scales)
         folder = locate(self.sources(weights=weights)[0], reward=self.name)
         model, path = _clip.read_model(folder)
         model = _clip.placed(model, device, dtype)

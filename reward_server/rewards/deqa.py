@@ -29,6 +29,7 @@ from reward_server import weights as files
 from reward_server.contract import Image
 from reward_server.rewards import _large
 from reward_server.rewards._mplug_owl2 import MPLUGOwl2
+from reward_server.rewards._options import check_choice, dtype_name, torch_dtype
 from reward_server.rewards.base import RewardLoadError, Score, Scored
 
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
@@ -80,9 +81,8 @@ class Model:
         Raises:
             RewardLoadError: no such scale or dtype, weights missing or damaged, or of another model.
         """
-        if scale not in SCALES:
-            raise RewardLoadError(f"scale is {scale!r}; choose one of: {', '.join(SCALES)}")
-        chosen = _large.half_or_float32(dtype, device, torch.float16)
+        check_choice("scale", scale, tuple(SCALES))
+        chosen = torch_dtype(dtype, device, torch.float16)
         folder = files.locate(self.sources(weights=weights)[0], reward=self.name)
         config = _read_config(folder / "config.json")
         paths = _large.shards(folder)
@@ -95,7 +95,7 @@ class Model:
         self.provenance = {
             "weights": f"sha256:{digest}",
             "preprocessing": f"deqa-pad-mean-pillow-bicubic-{self._side}/1",
-            "dtype": str(chosen).removeprefix("torch."),
+            "dtype": dtype_name(chosen),
         }
 
     def sources(self, *, weights: str = "zhiyuanyou/DeQA-Score-Mix3", **_: Any) -> tuple[files.Source, ...]:

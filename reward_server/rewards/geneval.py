@@ -27,11 +27,12 @@ from typing import Any
 import torch
 
 from reward_server.contract import Image
-from reward_server.rewards import _detector, _geneval_rules, _hub
+from reward_server.rewards import _detector, _geneval_rules
 from reward_server.rewards._detector import Detection
 from reward_server.rewards._geneval_colour import ColourClassifier
 from reward_server.rewards._geneval_colour import source as clip_source
 from reward_server.rewards._geneval_rules import CLASSES, Counting, Spec
+from reward_server.rewards._options import dtype_name, torch_dtype
 from reward_server.rewards.base import RewardLoadError, Score, Scored
 from reward_server.weights import Source
 
@@ -108,11 +109,9 @@ class Model:
         self._counting: Counting = "==" if counting == "==" else ">="
         self._threshold, self._counting_threshold = threshold, counting_threshold
         self._max_objects, self._position_threshold = max_objects, position_threshold
-        torch_device, torch_dtype = torch.device(device), _hub.dtype_of(dtype, self.name)
-        self._detector, detector_sha = _detector.load(
-            weights, tuple(CLASSES), torch_device, torch_dtype, reward=self.name
-        )
-        self._colours = ColourClassifier(clip, torch_device, torch_dtype, reward=self.name)
+        torch_device, chosen = torch.device(device), torch_dtype(dtype, device)
+        self._detector, detector_sha = _detector.load(weights, tuple(CLASSES), torch_device, chosen, reward=self.name)
+        self._colours = ColourClassifier(clip, torch_device, chosen, reward=self.name)
         both = hashlib.sha256(f"{detector_sha}\n{self._colours.sha256}\n".encode()).hexdigest()
         self.revision = f"{both[:12]}-{score}-{_VARIANTS[counting]}"
         self.provenance = {
@@ -121,7 +120,7 @@ class Model:
             "preprocessing": _detector.PREPROCESSING,
             "thresholds": f"{threshold:g}, counting {counting_threshold:g}, position {position_threshold:g}, "
             f"max objects {max_objects}",
-            "dtype": str(torch_dtype).removeprefix("torch."),
+            "dtype": dtype_name(chosen),
         }
 
     def score(

@@ -33,6 +33,7 @@ from transformers import CLIPConfig
 
 from reward_server.contract import Image
 from reward_server.rewards import _clip
+from reward_server.rewards._options import check_choice
 from reward_server.rewards.base import RewardLoadError
 from reward_server.weights import Source, locate, read_state_dict
 
@@ -52,7 +53,7 @@ class Model(_clip.ClipReward):
     scales = ("raw", "x100")
 
     def sources(self, *, weights: str = DEFAULT, version: str = "2.1", tokenizer: str = "", **_: Any) -> list[Source]:
-        _clip.check_choice("version", version, tuple(FILES))
+        check_choice("version", version, tuple(FILES))
         tokenizer = tokenizer or _clip.own_or(weights, _clip.TOKENIZER_FILES, _clip.LAION_H)
         return [
             Source(weights, (FILES[version],), licence="Apache-2.0"),
@@ -86,7 +87,7 @@ class Model(_clip.ClipReward):
         Raises:
             RewardLoadError: an option is wrong, or the weights are missing or do not fit.
         """
-        _clip.check_choice("scale", scale, self.scales)
+        check_choice("scale", scale, self.scales)
         sources = self.sources(weights=weights, version=version, tokenizer=tokenizer)
         folder, tokens = (locate(source, reward=self.name) for source in sources)
         path = folder / FILES[version]

@@ -33,8 +33,8 @@ from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLTextConfi
 
 from reward_server import weights as files
 from reward_server.contract import Image
-from reward_server.rewards import _large
 from reward_server.rewards._hpsv3_prompt import AFTER_PROMPT, BEFORE_PROMPT, HEAD
+from reward_server.rewards._options import check_choice, dtype_name, torch_dtype
 from reward_server.rewards._qwen2vl import load, patches_of
 from reward_server.rewards.base import RewardLoadError, Score, Scored
 
@@ -91,9 +91,8 @@ class Model:
         Raises:
             RewardLoadError: no such scale or dtype, files missing or damaged, or of another model.
         """
-        if scale not in SCALES:
-            raise RewardLoadError(f"scale is {scale!r}; choose one of: {', '.join(SCALES)}")
-        chosen = _large.half_or_float32(dtype, device, torch.bfloat16)
+        check_choice("scale", scale, tuple(SCALES))
+        chosen = torch_dtype(dtype, device, torch.bfloat16)
         checkpoint, described = self.sources(weights=weights, base=base)
         path = files.find(files.locate(checkpoint, reward=self.name), checkpoint.files[0])
         folder = files.locate(described, reward=self.name)
@@ -111,7 +110,7 @@ class Model:
             "tokenizer": f"sha256:{files.sha256(folder / 'tokenizer.json')}",
             "template": "sha256:" + hashlib.sha256((HEAD + BEFORE_PROMPT + AFTER_PROMPT).encode()).hexdigest(),
             "preprocessing": "hpsv3-pillow-bicubic-200704/1",
-            "dtype": str(chosen).removeprefix("torch."),
+            "dtype": dtype_name(chosen),
         }
 
     def sources(self, *, weights: str = WEIGHTS, base: str = BASE, **_: Any) -> tuple[files.Source, ...]:

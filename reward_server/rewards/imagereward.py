@@ -30,7 +30,6 @@ from transformers.initialization import no_init_weights
 from reward_server import weights as files
 from reward_server.contract import Image
 from reward_server.rewards._clip import normalised, to_device
-from reward_server.rewards._hub import dtype_of
 from reward_server.rewards._imagereward import (
     CONTEXT,
     HEAD_WIDTH,
@@ -41,6 +40,7 @@ from reward_server.rewards._imagereward import (
     refusal,
     sources,
 )
+from reward_server.rewards._options import dtype_name, torch_dtype
 from reward_server.rewards.base import RewardLoadError, Score, Scored
 
 MEAN, STD = 0.16717362830052426, 1.0333394966054072
@@ -153,7 +153,7 @@ class Model:
         Raises:
             RewardLoadError: files are missing or damaged, or a key is missing, unexpected or of another shape.
         """
-        self._dtype = dtype_of(dtype, self.name)
+        self._dtype = torch_dtype(dtype, device)
         self._device = torch.device(device)
         checkpoint = read(weights, tokenizer, self.name)
         with no_init_weights():
@@ -167,7 +167,7 @@ class Model:
         self.provenance = {
             **checkpoint.provenance(),
             "preprocessing": f"imagereward-pil-bicubic-crop-{self._side}/1",
-            "dtype": str(self._dtype).removeprefix("torch."),
+            "dtype": dtype_name(self._dtype),
         }
         self.revision = self.provenance["weights"].removeprefix("sha256:")[:12]
 

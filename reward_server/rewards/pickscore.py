@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from reward_server.rewards import _clip
+from reward_server.rewards._options import check_choice
 from reward_server.weights import Source, locate
 
 DEFAULT = "yuvalkirstain/PickScore_v1"
@@ -43,7 +44,7 @@ class Model(_clip.ClipReward):
         Raises:
             RewardLoadError: an option is wrong, or the weights are missing or do not fit.
         """
-        _clip.check_choice("scale", scale, self.scales)
+        check_choice("scale", scale, self.scales)
         folder, processors = (locate(s, reward=self.name) for s in self.sources(weights=weights, processor=processor))
         model, path = _clip.read_model(folder)
         self._factor = float(model.logit_scale.exp())

@@ -34,11 +34,11 @@ from reward_server.rewards import (
     _compbench_rules,
     _compbench_vqa,
     _detector,
-    _hub,
 )
 from reward_server.rewards._compbench_prompts import Relation
 from reward_server.rewards._compbench_rules import RELATIONS_2D, RELATIONS_3D, Depth, Found
 from reward_server.rewards._geneval_rules import CLASSES
+from reward_server.rewards._options import dtype_name, torch_dtype
 from reward_server.rewards.base import RewardLoadError, Score, Scored
 from reward_server.weights import Source
 
@@ -115,22 +115,22 @@ class Model:
         """
         self.sources(category)
         self._category, self.example = category, EXAMPLES[category]
-        target, torch_dtype = torch.device(device), _hub.dtype_of(dtype, self.name)
-        self.provenance = {"category": category, "dtype": str(torch_dtype).removeprefix("torch.")}
+        target, chosen = torch.device(device), torch_dtype(dtype, device)
+        self.provenance = {"category": category, "dtype": dtype_name(chosen)}
         digests: dict[str, str] = {}
         self._detector: _detector.Detector | None = None
         if category == "attribute":
-            self._vqa = _compbench_vqa.VisualQuestions(vqa, tokenizer, target, torch_dtype, reward=self.name)
+            self._vqa = _compbench_vqa.VisualQuestions(vqa, tokenizer, target, chosen, reward=self.name)
             self._find_phrases, self.provenance["phrases"] = _compbench_prompts.phrase_finder()
             digests["weights"] = self._vqa.sha256
             self.provenance["preprocessing"] = self._vqa.preprocessing
         elif detector:
             self._detector, digests["weights"] = _detector.load(
-                detector, tuple(CLASSES), target, torch_dtype, reward=self.name
+                detector, tuple(CLASSES), target, chosen, reward=self.name
             )
             self.provenance["preprocessing"] = _detector.PREPROCESSING
         if category == "spatial_3d":
-            self._depth = _compbench_depth.DepthEstimator(depth, target, torch_dtype, reward=self.name)
+            self._depth = _compbench_depth.DepthEstimator(depth, target, chosen, reward=self.name)
             digests["depth"] = self._depth.sha256
         self.provenance |= {name: f"sha256:{digest}" for name, digest in digests.items()}
         combined = hashlib.sha256("\n".join(digests.values()).encode()).hexdigest() if digests else "no-weights"

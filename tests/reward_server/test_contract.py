@@ -15,6 +15,7 @@ from reward_server.contract import (
     decode_request,
     encode_request,
     header_length,
+    join_results,
     parse_header,
 )
 
@@ -196,3 +197,24 @@ def test_whatever_arrives_is_decoded_or_refused_with_a_reason(place, junk):
     except ContractError as error:
         where = error.where
     assert where
+
+
+def test_results_of_consecutive_parts_are_joined():
+    def part(revision, scores, details, provenance, queued_ms):
+        return RewardResult(
+            revision=revision,
+            scores=scores,
+            reasons=[None if score is not None else "no" for score in scores],
+            details=details,
+            provenance=provenance,
+            timings=Timings(queued_ms=queued_ms, scored_ms=10 - queued_ms),
+        )
+
+    one = part("r1", [1.0, None], {"a": [5.0, None]}, {"device": "cpu", "weights": "w"}, 3.0)
+    two = part("r2", [3.0], {"b": [7.0]}, {"device": "cuda:0", "weights": "w", "dtype": "float16"}, 4.0)
+    joined = join_results([one, two])
+    assert (joined.revision, joined.scores, joined.reasons) == ("r1+r2", [1.0, None, 3.0], [None, "no", None])
+    assert joined.details == {"a": [5.0, None, None], "b": [None, None, 7.0]}
+    assert joined.provenance == {"device": "cpu+cuda:0", "weights": "w", "dtype": "float16"}
+    assert (joined.timings.queued_ms, joined.timings.scored_ms) == (4.0, 7.0)
+    assert join_results([one]) is one

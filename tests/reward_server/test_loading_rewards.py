@@ -98,4 +98,4 @@ def test_a_device_that_is_not_there_is_one_line(make_reward, monkeypatch, device
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(RewardLoadError, match=message):
-        prepare(make_reward(), device, {})
+        prepare(make_reward(setup=lambda device: torch.zeros(1, device="cpu").item() / 0), device, {})

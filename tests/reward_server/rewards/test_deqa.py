@@ -230,5 +230,5 @@ def test_missing_weights_say_how_to_get_them(monkeypatch, tmp_path):
 
 
 def test_auto_is_float16_on_a_gpu_only():
-    assert deqa._large.half_or_float32("auto", "cuda:1", torch.float16) == torch.float16
-    assert deqa._large.half_or_float32("auto", "cpu", torch.float16) == torch.float32
+    assert deqa.torch_dtype("auto", "cuda:1", torch.float16) == torch.float16
+    assert deqa.torch_dtype("auto", "cpu", torch.float16) == torch.float32
