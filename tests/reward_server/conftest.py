@@ -32,6 +32,13 @@ class Dies(Plugin):
         os._exit(3)
 
 
+class GivesNan(Plugin):
+    name = "gives-nan"
+
+    def score(self, images, prompts, metadata):
+        return [float("nan")] * len(images)
+
+
 class DiesAtStart(Plugin):
     name = "dies-at-start"
 

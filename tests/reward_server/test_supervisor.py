@@ -162,6 +162,13 @@ def test_a_setup_that_raises_is_one_line_and_its_traceback_stays_in_the_log(supe
     assert "Traceback (most recent call last)" in log.read_text()
 
 
+def test_a_reward_that_cannot_score_a_first_image_is_not_served(supervise, plugin):
+    supervisor, _ = supervise(rewards={"plugged:GivesNan": RewardSettings()})
+    with pytest.raises(SupervisorError, match=r"^reward 'gives-nan' scores a first image nan") as failure:
+        until(supervisor, lambda: False)
+    assert failure.value.mistake
+
+
 def test_a_reward_that_crashes_too_often_is_given_up_alone(supervise, plugin):
     rewards = {"null": RewardSettings(), "plugged:Dies": RewardSettings(heartbeat_s=60, claim_idle_ms=200)}
     supervisor, events = supervise(rewards=rewards, max_restarts=1, token="secret")

@@ -350,13 +350,14 @@ def test_a_part_that_could_not_be_opened_is_delivered_again(
     assert result(gateway, job)["scores"] == [1]
 
 
+@pytest.mark.parametrize("max_batch", [2, 16])
 def test_a_relative_reward_gets_each_job_whole_and_alone(
-    gateway, client, send, red_images, start_worker, make_reward, redis_url
+    gateway, client, send, red_images, start_worker, make_reward, redis_url, max_batch
 ):
     start_worker(make_reward(relative=True), redis_url=redis_url, max_batch=2).stop_and_wait()
     jobs = [queued(gateway, send, red_images(1, 2, 3, 4, 5)), queued(gateway, send, red_images(6, 7, 8))]
     reward = make_reward(lambda images, *_: [len(images)] * len(images), relative=True)
-    start_worker(reward, redis_url=redis_url, max_batch=2)
+    start_worker(reward, redis_url=redis_url, max_batch=max_batch)
     assert [result(gateway, job)["scores"] for job in jobs] == [[5.0] * 5, [3.0] * 3]
     assert [len(call) for call in reward.calls] == [5, 3]
     assert gateway.get("/v1/rewards").json()["rewards"][0]["relative"] is True
