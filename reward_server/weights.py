@@ -89,10 +89,11 @@ def download(source: Source) -> Path:
         return locate(source, reward=source.repo)
     from huggingface_hub import model_info, snapshot_download
 
-    try:
-        return locate(source, reward=source.repo)
-    except RewardLoadError:
-        pass  # there is something to download
+    if not any("*" in entry for entry in source.files):  # of a pattern, more may be missing than one can see
+        try:
+            return locate(source, reward=source.repo)
+        except RewardLoadError:
+            pass  # there is something to download
     try:
         there = [entry.rfilename for entry in model_info(source.repo, revision=source.revision).siblings or []]
         wanted = [next((n for n in e.split("|") if fnmatch.filter(there, n)), e) for e in source.files]

@@ -83,6 +83,18 @@ def test_the_first_alternative_that_the_hub_has_is_downloaded_once(hub, monkeypa
     assert asked == [("org/repo", "v2", ["b.pt", "m-*.bin"])]
 
 
+def test_shards_that_an_interrupted_download_left_out_are_fetched(hub, monkeypatch):
+    snapshot = hub({"m-1.bin": b"1"})
+    there = [SimpleNamespace(rfilename=name) for name in ("m-1.bin", "m-2.bin")]
+    monkeypatch.setattr("huggingface_hub.model_info", lambda repo, revision: SimpleNamespace(siblings=there))
+    asked = []
+    monkeypatch.setattr(
+        "huggingface_hub.snapshot_download", lambda repo, **options: asked.append(options["allow_patterns"]) or snapshot
+    )
+    assert weights.download(Source("org/repo", ("m-*.bin",))) == snapshot
+    assert asked == [["m-*.bin"]]
+
+
 def test_what_is_there_is_not_downloaded_again(hub, monkeypatch, tmp_path):
     def refuse(*arguments, **keywords):
         raise AssertionError("the network is not needed")
