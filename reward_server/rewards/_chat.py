@@ -76,6 +76,7 @@ class ChatClient:
         timeout_s: longest wait for one whole answer, seconds.
         retries: further tries after a broken connection, a time-out or a status that passes (408, 429, 5xx).
         max_retry_after_s: longest pause that the server may ask for; one that asks for more is given up.
+        give_up_after_s: no further try begins this long after the first, seconds.
 
     Raises:
         RewardLoadError: the URL is not one, holds secrets, or the key is not in the environment.
@@ -90,11 +91,13 @@ class ChatClient:
         timeout_s: float,
         retries: int,
         max_retry_after_s: float,
+        give_up_after_s: float,
     ) -> None:
         url = _checked_url(base_url)
         self.url = str(url).rstrip("/")
         self._key = _key(api_key_env, url)
         self._timeout_s, self._retries, self._max_retry_after_s = timeout_s, retries, max_retry_after_s
+        self._give_up_after_s = give_up_after_s
         self._http = httpx.Client(
             headers={"Authorization": f"Bearer {self._key}"} if self._key else {},
             timeout=httpx.Timeout(timeout_s, connect=connect_timeout_s),
@@ -139,6 +142,7 @@ class ChatClient:
 
     def _ask(self, method: str, path: str, body: bytes | None) -> dict[str, Any]:
         """Send until an answer comes; the JSON object that it holds."""
+        started = time.monotonic()
         for attempt in range(self._retries + 1):
             pause = min(0.5 * 2.0**attempt, _MAX_BACKOFF_S) * random.uniform(0.5, 1.0)
             try:
@@ -156,10 +160,11 @@ class ChatClient:
                 if asked > self._max_retry_after_s:
                     raise ChatError(f"{problem}; it asks to wait {asked:.0f} s, longer than this judge does", status)
                 pause = max(pause, asked)
-            if attempt < self._retries:
-                log.info("%s; trying again in %.1f s", problem, pause)
-                time.sleep(pause)
-        raise ChatError(f"{problem} (tried {self._retries + 1} times)", problem.status)
+            if attempt == self._retries or time.monotonic() + pause > started + self._give_up_after_s:
+                break
+            log.info("%s; trying again in %.1f s", problem, pause)
+            time.sleep(pause)
+        raise ChatError(f"{problem} (tried {attempt + 1} times)", problem.status)
 
     def _send(self, method: str, path: str, body: bytes | None) -> tuple[int, httpx.Headers, bytes]:
         """One exchange. Reads in pieces, so that a server which drips or floods is left in time."""

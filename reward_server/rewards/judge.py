@@ -64,6 +64,7 @@ class Model:
         timeout_s: float = 120.0,
         retries: int = 3,
         max_retry_after_s: float = 60.0,
+        give_up_after_s: float = 120.0,
         max_prompt_chars: int = 4000,
         max_pixels: int = 1 << 20,
         resize: int = 0,
@@ -88,6 +89,8 @@ class Model:
             connect_timeout_s, timeout_s: longest waits for a connection and for a whole answer, seconds.
             retries: further tries of a request that failed on the way (broken connection, time-out, 429, 5xx).
             max_retry_after_s: longest pause that the server may ask for (Retry-After), seconds.
+            give_up_after_s: no further try of a request begins this long after the first, seconds: a stalled server
+                holds it for ``give_up_after_s + timeout_s`` at most.
             max_prompt_chars: longer prompts are cut, and marked as ``truncated``.
             max_pixels: larger images are scaled down to this.
             resize: scale every image to this many pixels square first; 0: do not.
@@ -104,7 +107,8 @@ class Model:
         if scale not in self.scalings:
             raise RewardLoadError(f"scale is {scale!r}; it can be {', '.join(self.scalings)}")
         _at_least(1, asks=asks, concurrency=concurrency, max_prompt_chars=max_prompt_chars, max_pixels=max_pixels)
-        _at_least(0, resize=resize, opponents=opponents, retries=retries, max_retry_after_s=max_retry_after_s)
+        _at_least(0, resize=resize, opponents=opponents, retries=retries)
+        _at_least(0, max_retry_after_s=max_retry_after_s, give_up_after_s=give_up_after_s)
         _at_least(0.001, connect_timeout_s=connect_timeout_s, timeout_s=timeout_s)
         if not 0 < min_mass <= 1:
             raise RewardLoadError(f"min_mass is {min_mass}, and must be above 0 and at most 1")
@@ -115,6 +119,7 @@ class Model:
             timeout_s=timeout_s,
             retries=retries,
             max_retry_after_s=max_retry_after_s,
+            give_up_after_s=give_up_after_s,
         )
         self._template, self._scale, self._concurrency = found.template, scale, concurrency
         self._max_prompt_chars, self._resize, self._max_pixels = max_prompt_chars, resize, max_pixels

@@ -19,7 +19,8 @@ def connect(chat):
     clients = []
 
     def make(url=None, **options):
-        defaults = {"api_key_env": None, "connect_timeout_s": 1, "timeout_s": 0.5, "retries": 2, "max_retry_after_s": 5}
+        defaults = {"api_key_env": None, "connect_timeout_s": 1, "timeout_s": 0.5, "retries": 2}
+        defaults |= {"max_retry_after_s": 5, "give_up_after_s": 60}
         clients.append(ChatClient(url or chat.url, **{**defaults, **options}))
         return clients[-1]
 
@@ -87,6 +88,15 @@ def test_a_stalled_server_is_left(chat, connect):
     with pytest.raises(ChatError, match="no complete answer in time"):
         connect(timeout_s=0.2, retries=1).complete({})
     assert time.monotonic() - started < 0.7
+
+
+def test_no_further_try_begins_after_the_time_to_give_up(chat, connect):
+    tries = []
+    chat.answer = lambda body: tries.append(time.monotonic()) or (503, {"Retry-After": "1"}, b"busy")
+    with pytest.raises(ChatError, match=r"tried 2 times") as failure:
+        connect(retries=5, give_up_after_s=1.5).complete({})
+    assert failure.value.status == 503
+    assert len(tries) == 2
 
 
 def test_no_connection_in_time_is_told():
@@ -175,7 +185,7 @@ def test_what_is_no_list_of_models(chat, connect, models):
 )
 def test_wrong_urls(connect, url, told):
     with pytest.raises(RewardLoadError) as caught:
-        ChatClient(url, api_key_env=None, connect_timeout_s=1, timeout_s=1, retries=0, max_retry_after_s=1)
+        connect(url)
     assert told in str(caught.value)
     assert "secret" not in str(caught.value)
 
