@@ -21,7 +21,7 @@ def connect(chat):
     def make(url=None, **options):
         defaults = {"api_key_env": None, "connect_timeout_s": 1, "timeout_s": 0.5, "retries": 2}
         defaults |= {"max_retry_after_s": 5, "give_up_after_s": 60}
-        clients.append(ChatClient(url or chat.url, **{**defaults, **options}))
+        clients.append(ChatClient(chat.url if url is None else url, **{**defaults, **options}))
         return clients[-1]
 
     yield make
