@@ -1,8 +1,10 @@
 """docs/add-a-reward.md works as it stands: every file that it shows is written, every command run, in a copy."""
 
+import json
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -13,6 +15,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 COPIED = ("reward_server", "trainer", "configs", "docker", "pyproject.toml", "constraints.txt")
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", flags=re.MULTILINE | re.DOTALL)
+
+LEAVE_NOTHING = "trap 'test $? = 0 || kill $(jobs -p) || true; wait' EXIT\n"
+"""What runs in the background when a command fails is ended; nothing outlives the shell"""
 
 
 @pytest.fixture
@@ -49,16 +54,22 @@ def shell(copy, tmp_path):
     }
 
     def run(commands):
-        done = subprocess.run(
-            ["bash", "-ec", commands.replace("127.0.0.1:8000", f"127.0.0.1:{port}")],
+        with subprocess.Popen(
+            ["bash", "-ec", LEAVE_NOTHING + commands.replace("127.0.0.1:8000", f"127.0.0.1:{port}")],
             cwd=copy,
             env=environment,
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
-            timeout=200,
-        )
-        assert done.returncode == 0, f"{commands}\n{done.stdout}\n{done.stderr}"
-        return done.stdout
+            start_new_session=True,
+        ) as process:
+            try:
+                printed, errors = process.communicate(timeout=200)
+            finally:
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGTERM)
+        assert process.returncode == 0, f"{commands}\n{printed}\n{errors}"
+        return printed
 
     return run
 
@@ -78,14 +89,25 @@ def test_the_page_is_followed_to_the_letter(copy, shell):
             path.write_text(whole.replace(f"{named[3]}\n", f"{named[3]}\n{text}"))
         else:
             assert not (copy / named[1]).exists()
+            (copy / named[1]).parent.mkdir(parents=True, exist_ok=True)
             (copy / named[1]).write_text(text)
-    resolved, made, served = printed
+    resolved, made, tested, _ = printed
     lock = (copy / "docker" / "requirements" / "warmth.txt").read_text()
     assert resolved.splitlines()[-1].startswith(str(copy.parent / "envs"))
     assert re.search(r"^safetensors==", lock, flags=re.MULTILINE)
     assert "torch==" not in lock
     assert made.splitlines()[0] == "my-warmth"
     assert made.count(" ok\n") == 3
-    assert "warmth" in served
-    metrics = (copy / "runs" / "warmth" / "metrics.jsonl").read_text()
-    assert "warmth" in metrics
+    assert "1 passed" in tested
+    (step,) = map(json.loads, (copy / "runs" / "warmth" / "metrics.jsonl").read_text().splitlines())
+    assert step["missing"] == 0
+    assert step["reward/warmth.x100/mean"] == pytest.approx(100 * step["reward/warmth/mean"], rel=1e-6)
+    assert -1 < step["reward/warmth/mean"] < 1
+    assert step["reward/warmth/std"] > 0
+    for check in (
+        ["ruff", "check", "."],
+        ["ruff", "format", "--check", "."],
+        ["mypy", "reward_server/rewards/warmth.py"],
+    ):
+        done = subprocess.run([sys.executable, "-m", *check], cwd=copy, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout
