@@ -54,11 +54,11 @@ def up(argv: Sequence[str]) -> int:
 def _how_to_use(server: EmbeddedServer) -> str:
     header = ' -H "Authorization: Bearer $REWARD_SERVER_TOKEN"' if server.token else ""
     variable = "TRAINER_REWARD__TOKEN=<the token> " if server.token else ""
-    names = ",".join(server.names.values())
+    one, names = next(iter(server.names.values())), ",".join(server.names.values())
     return (
         f"Reward server at {server.url} serves {names}. Ctrl-C stops it. From another terminal:\n"
         f'  curl{header} -F image=@image.png -F prompt="a red circle" -F reward={names} {server.url}/v1/score\n'
-        f"  {variable}python trainer/run.py --config configs/train/small.yaml --reward-url {server.url}"
+        f"  {variable}python trainer/run.py --config configs/train/small.yaml --reward-url {server.url} --reward {one}"
     )
 
 

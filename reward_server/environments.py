@@ -63,13 +63,14 @@ class Environment:
             NoEnvironmentError: pip cannot install the lock, or the folder cannot be written.
         """
         try:
-            with _alone(self.folder.with_name(f"{self.folder.name}.lock")):
+            with _alone(self.folder.with_name(f"{self.folder.name}.lock")) as lock:
                 if self.is_made:
                     return
                 shutil.rmtree(self.folder, ignore_errors=True)
                 print(f"making {self.folder} from {self.lock}", file=sys.stderr, flush=True)
-                _run(sys.executable, "-m", "venv", str(self.folder))
-                _run(str(self.python), "-m", "pip", "install", "--disable-pip-version-check", "-r", str(self.lock))
+                _run(lock, sys.executable, "-m", "venv", str(self.folder))
+                pip = (str(self.python), "-m", "pip", "install", "--disable-pip-version-check", "-r", str(self.lock))
+                _run(lock, *pip)
                 self._mark.touch()
         except subprocess.CalledProcessError as error:
             raise NoEnvironmentError(
@@ -84,14 +85,17 @@ class Environment:
         if not self.is_made:
             return [f"{self.folder} has not been made: reward-server env {self.reward}"]
         folders = [str(path) for path in self.folder.glob("lib/python*/site-packages")]
-        installed: dict[str, str] = {canonicalize_name(d.name): d.version for d in metadata.distributions(path=folders)}
+        distributions = metadata.distributions(path=folders)
+        packages: dict[str, metadata.Distribution] = {canonicalize_name(d.name): d for d in distributions}
         found = []
         for name, version in pins(self.lock).items():
-            there = installed.get(name)
+            there = packages.get(name)
             if there is None:
                 found.append(f"{name}: {version} is wanted, not installed")
-            elif Version(there).public != version:
-                found.append(f"{name}: {version} is wanted, {there} installed")
+            elif Version(there.version).public != version:
+                found.append(f"{name}: {version} is wanted, {there.version} installed")
+            elif lost := sum(not Path(str(file.locate())).exists() for file in there.files or []):
+                found.append(f"{name}: {lost} of its files are gone")
         return [f"{self.folder} differs from {self.lock}; remove it to have it made anew", *found] if found else []
 
 
@@ -212,15 +216,18 @@ def _extra(name: str) -> list[Requirement]:
     return [Requirement(text) for text in extras.get(name, [])]
 
 
-def _run(*command: str) -> None:
-    """Run a Python, which neither sees PYTHONPATH nor the current folder; stdout is for the result alone."""
-    subprocess.run([command[0], "-I", *command[1:]], stdout=sys.stderr, check=True)
+def _run(lock: int, *command: str) -> None:
+    """Run a Python, which neither sees PYTHONPATH nor the current folder; stdout is for the result alone.
+
+    It inherits the lock: should this process be killed, nobody works in the folder before pip has ended, too.
+    """
+    subprocess.run([command[0], "-I", *command[1:]], stdout=sys.stderr, check=True, pass_fds=(lock,))
 
 
 @contextmanager
-def _alone(lock: Path) -> Iterator[None]:
-    """One process at a time; the others wait. Ends with the process, however that ends."""
+def _alone(lock: Path) -> Iterator[int]:
+    """One process at a time; the others wait. Ends with the process, however that ends, and those that inherit it."""
     lock.parent.mkdir(parents=True, exist_ok=True)
     with lock.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+        yield file.fileno()

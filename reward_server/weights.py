@@ -40,7 +40,7 @@ class Source:
 
     @property
     def is_local(self) -> bool:
-        return self.repo.startswith(("/", "./", "../", "~")) or Path(self.repo).is_dir()
+        return self.repo.startswith(("/", "./", "../", "~")) or self.repo.count("/") > 1 or Path(self.repo).is_dir()
 
 
 def locate(source: Source, *, reward: str) -> Path:
@@ -55,7 +55,7 @@ def locate(source: Source, *, reward: str) -> Path:
     if source.is_local:
         folder = Path(source.repo).expanduser()
         if not folder.is_dir():
-            raise RewardLoadError(f"weights of {reward}: {folder} is not a folder")
+            raise RewardLoadError(f"weights of {reward}: {folder} is not a folder (seen from {Path.cwd()})")
         missing = _missing(folder, source)
         if missing:
             raise RewardLoadError(f"weights of {reward}: {folder} lacks {', '.join(missing)}")

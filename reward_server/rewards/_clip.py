@@ -242,7 +242,10 @@ def read_model(folder: Path) -> tuple[CLIPModel, Path]:
     Raises:
         RewardLoadError: it is no CLIP, or its weights do not fit its ``config.json``.
     """
-    settings, _ = CLIPConfig.get_config_dict(folder)
+    try:
+        settings, _ = CLIPConfig.get_config_dict(folder)
+    except (OSError, ValueError) as error:
+        raise RewardLoadError(f"{folder}/config.json cannot be read: {' '.join(str(error).split())}") from error
     if settings.get("model_type") != "clip":
         raise RewardLoadError(f"{folder}/config.json: model_type is {settings.get('model_type')!r}, not 'clip'")
     path = weights.find(folder, MODEL_FILES[1])

@@ -51,7 +51,7 @@ class Model:
         self,
         device: str,
         *,
-        base_url: str = "http://127.0.0.1:8000/v1",
+        base_url: str = "http://127.0.0.1:8001/v1",
         model: str = "",
         template: str = "",
         scale: str = "raw",

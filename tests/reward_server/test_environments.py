@@ -1,8 +1,10 @@
 """Environments of rewards' own: real ones, small, made from lock files; and what the lock files hold."""
 
 import ast
+import subprocess
 import sys
 import threading
+import time
 from importlib import metadata
 from pathlib import Path
 
@@ -227,3 +229,37 @@ def test_what_a_reward_imports_is_in_its_lock(reward):
     assert [
         name for name in imported if not {canonicalize_name(d) for d in packages.get(name, [name])} & set(found)
     ] == []
+
+
+def test_nobody_works_in_the_folder_while_a_killed_one_leaves_its_pip_behind(tmp_path):
+    """The lock is held by what inherited it, too."""
+    program = (
+        "import sys; from pathlib import Path; from reward_server import environments as e\n"
+        "with e._alone(Path(sys.argv[1])) as lock:\n"
+        "    print('held', flush=True); e._run(lock, sys.executable, '-c', 'import time; time.sleep(1.5)')\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", program, str(tmp_path / "x.lock")], stdout=subprocess.PIPE) as first:
+        assert first.stdout.readline() == b"held\n"
+        time.sleep(0.3)  # its child runs
+        first.kill()
+    started = time.monotonic()
+    with environments._alone(tmp_path / "x.lock"):
+        assert time.monotonic() - started > 0.5
+
+
+def test_files_that_are_gone_are_told(tmp_path):
+    folder = tmp_path / "py"
+    site = folder / "lib" / "python3.11" / "site-packages"
+    (site / "idna-3.10.dist-info").mkdir(parents=True)
+    (site / "idna-3.10.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: idna\nVersion: 3.10\n")
+    (site / "idna-3.10.dist-info" / "RECORD").write_text("idna/__init__.py,,\nidna-3.10.dist-info/METADATA,,\n")
+    (folder / "bin").mkdir()
+    (folder / "bin" / "python").touch()
+    (folder / "finished").touch()
+    lock = tmp_path / "x.txt"
+    lock.write_text("idna==3.10\n")
+    environment = environments.Environment("x", lock, folder)
+    assert environment.differences()[1:] == ["idna: 1 of its files are gone"]
+    (site / "idna").mkdir()
+    (site / "idna" / "__init__.py").touch()
+    assert environment.differences() == []
