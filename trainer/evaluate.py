@@ -149,19 +149,24 @@ def evaluate(
 ) -> Evaluation:
     """Generate and score; every process calls it with the same arguments and gets the same answer.
 
-    ``batch``: images sampled at once. ``shown``: indices of the prompts whose images are wanted. Raises RewardError on
+    ``batch``: images sampled at once; a request holds about as many, but all of a prompt: a relative reward compares
+    those with one another. ``shown``: indices of the prompts whose images are wanted. Raises RewardError on
     all processes if one of them cannot get its scores or no image has one, and Stopped if ``stop`` says so meanwhile.
     """
     pairs = [(p, m) for p in share(len(prompts), accelerator) for m in range(images_per_prompt)]
     parts: list[dict[str, Any]] = []
     most = -(-len(prompts) // accelerator.num_processes) * images_per_prompt
-    for start in range(0, most, batch):  # as often on every process, for they wait together
-        chunk = pairs[start : start + batch]
+    request = max(1, batch // images_per_prompt) * images_per_prompt
+    for start in range(0, most, request):  # as often on every process, for they wait together
+        chunk = pairs[start : start + request]
         texts = [prompts[p].text for p, _ in chunk]
         job: Future[RewardScores] | None = None
         if chunk:
+            seeds = [derive_seed("evaluate", p, m) for p, m in chunk]
+            pieces = [slice(i, i + batch) for i in range(0, len(chunk), batch)]
             with accelerator.autocast():
-                images = policy.decode(policy.rollout(texts, [derive_seed("evaluate", p, m) for p, m in chunk]).tokens)
+                drawn = [policy.decode(policy.rollout(texts[piece], seeds[piece]).tokens) for piece in pieces]
+            images = np.concatenate(drawn)
             job = client.submit(images, texts, [prompts[p].metadata for p, _ in chunk])
         wait_for_scores(accelerator, job, stop)
         error = None if job is None else job.exception()
@@ -265,7 +270,9 @@ def run(command: Command) -> dict[str, Any]:
     report: dict[str, Any] = {}
     with parts.reward_client(command, accelerator) as client:
         report["rewards"] = client.check()
+        report["provenance"] = client.provenance
         command = parts.with_served_names(command, client)
+        parts.check_relative(command, client, accelerator)
         for name, path in (("checkpoint", command.policy.checkpoint), ("baseline", command.baseline)):
             if name == "baseline" and path is None:
                 continue

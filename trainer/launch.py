@@ -17,7 +17,7 @@ from reward_server import options
 from trainer import checkpoints, parts
 from trainer.config import Config, UserError
 from trainer.evaluate import TOTAL, Interval, spread
-from trainer.loop import Run, train, training_states
+from trainer.loop import Run, exchanged, train, training_states
 from trainer.prompts import PromptSampler
 from trainer.report import RunFolder, choose_folder, sha256, versions
 from trainer.rewards import RewardClient
@@ -43,7 +43,7 @@ def launch(config: Config, stop: Callable[[], bool]) -> None:
             accelerator.init_trackers(config.report.project, config=flat(run.manifest["settings"]))
             finished = train(run)
             if run.folder is not None:
-                facts = {key: run.manifest[key] for key in ("rewards", "base_checkpoint", "versions")}
+                facts = {k: run.manifest[k] for k in ("rewards", "provenance", "base_checkpoint", "versions")}
                 summary = run.folder.finish(config.report.sheet_prompts, facts)
                 print(headline(summary, None if finished else config.train.steps, root))
     finally:
@@ -89,6 +89,7 @@ def build(config: Config, accelerator: Accelerator, client: RewardClient, root: 
         "provenance": client.provenance,
         "base_checkpoint": sha256(weights),
     }
+    parts.check_relative(config, client, accelerator)
     module = parts.as_module(policy).to(accelerator.device)
     parameters = parts.freeze(policy, config.algorithm.head)
     reference = copy.deepcopy(policy) if config.algorithm.kl_beta > 0 else None
@@ -123,6 +124,7 @@ def build(config: Config, accelerator: Accelerator, client: RewardClient, root: 
 def restore(run: Run, checkpoint: Path | None) -> None:
     """Go on from a checkpoint, if there is one: states in place, pending rollouts, and logs cut back to its step."""
     changed: list[str] = []
+    exchanges: list[str] = []
     if checkpoint is not None:
         manifest = checkpoints.read_manifest(checkpoint)
         check_same_run(run, checkpoint, manifest)
@@ -136,6 +138,7 @@ def restore(run: Run, checkpoint: Path | None) -> None:
             check_same_rollouts(run, checkpoint, manifest)
         parts.renew_settings(run.config, run.optimizer, run.scheduler)
         changed = [f"{k} {old} -> {new}" for k, (old, new) in changes(run, manifest).items()]
+        exchanges = exchanged(manifest, run.manifest)
         run.step = loaded.step
         run.pending = deque(run.sampler.restore(pending) for pending in loaded.pending)
         run.saved_at = run.step if checkpoint.parent == run.checkpoints else None
@@ -155,6 +158,8 @@ def restore(run: Run, checkpoint: Path | None) -> None:
             print("all train.steps are done: nothing to train\n" if done else "", end="", file=sys.stderr)
         if changed:
             print(f"settings changed since the checkpoint: {', '.join(changed)}", file=sys.stderr)
+        for line in exchanges:
+            print(f"since the checkpoint, {line}", file=sys.stderr)
     broadcast_object_list(evaluated)
     run.evaluated_at = evaluated[0]
 

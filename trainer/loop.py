@@ -118,7 +118,7 @@ def take_steps(run: Run) -> None:
             scores, valid = receive(run, rollout)
             received = time.monotonic()
 
-            note_revisions(run, rollout)
+            note_rewards(run, rollout)
             advantages = global_advantages(config, scores, valid)
             if due(run.step, config.report.snr_every) or run.step == 0:
                 log_signal(run, rollout, advantages, bar)
@@ -196,13 +196,32 @@ def global_advantages(config: Config, scores: dict[str, Floats], valid: dict[str
     )
 
 
-def note_revisions(run: Run, rollout: Rollout) -> None:
+def note_rewards(run: Run, rollout: Rollout) -> None:
     """Say so when a reward model was exchanged during the run: from there on, rewards mean something else."""
-    known = run.manifest["rewards"]
-    changed = {name: new for name, new in rollout.revisions.items() if known.get(name) != new}
-    for name, new in changed.items() if run.folder is not None else ():
-        logger.warning("step %d: reward %s is now revision %s (was %s)", rollout.index, name, new, known.get(name))
-    run.manifest["rewards"] = known | changed
+    known = run.manifest
+    provenance = {name: {**known["provenance"].get(name, {}), **new} for name, new in rollout.provenance.items()}
+    now = {
+        "rewards": known["rewards"] | rollout.revisions,
+        "provenance": known["provenance"] | provenance,
+    }
+    for line in exchanged(known, now) if run.folder is not None else ():
+        logger.warning("step %d: %s", rollout.index, line)
+    run.manifest |= now
+
+
+def exchanged(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """A line for each reward of both manifests whose revision or provenance differs; what one lacks is no change."""
+
+    def facts(manifest: dict[str, Any], name: str) -> dict[str, str]:
+        return {"revision": manifest["rewards"][name], **manifest.get("provenance", {}).get(name, {})}
+
+    lines = []
+    for name in old["rewards"].keys() & new["rewards"].keys():
+        before, after = facts(old, name), facts(new, name)
+        changed = [key for key in after if key in before and after[key] != before[key]]
+        if changed:
+            lines.append(f"reward {name} is now " + ", ".join(f"{k} {after[k]} (was {before[k]})" for k in changed))
+    return sorted(lines)
 
 
 def update(run: Run, rollout: Rollout, advantages: Advantages) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import math
 import os
 from collections.abc import Iterator, Sequence
@@ -28,6 +29,7 @@ from trainer.prompts import Prompt, load_prompts
 from trainer.rewards import RewardClient, RewardError, RewardServerLost
 
 C = TypeVar("C", bound=Config)
+logger = logging.getLogger(__name__)
 SHOWN_ERRORS = (CheckpointError, RewardError, EmbeddedServerError)
 """Errors of the parts whose message tells the user all there is to know."""
 
@@ -112,6 +114,27 @@ def with_served_names(config: C, client: RewardClient) -> C:
     if TOTAL in served or len(served) < len(config.reward.names):
         raise UserError(f"reward.names are served as {client.rewards}: names must differ, also from {TOTAL!r}")
     return config.model_copy(update={"reward": config.reward.model_copy(update={"names": served})})
+
+
+def check_relative(config: Config, client: RewardClient, accelerator: Accelerator) -> None:
+    """What rewards that compare the images of a prompt with one another mean for the held-out evaluation.
+
+    Call it after ``client.check()``. Raises UserError where there is one image to a prompt, so that none gets a score.
+    """
+    if not client.relative or config.evaluate.prompts == 0:
+        return
+    names = ", ".join(client.relative)
+    if config.evaluate.seeds == 1:
+        raise UserError(
+            f"evaluate.seeds is 1, but {names} compares the images of a prompt with one another: make it at least 2, "
+            "or evaluate.prompts 0"
+        )
+    if accelerator.is_main_process:
+        logger.warning(
+            "%s compares the images of a prompt with one another: held-out, its mean says nothing about progress; to "
+            "see that, name another reward beside it (with weight 0 if it is not to be learned)",
+            names,
+        )
 
 
 def _token(config: Config) -> str | None:

@@ -79,6 +79,8 @@ class RewardScores:
     """Sub-scores: reward -> name -> [B], NaN where missing"""
     revisions: dict[str, str]
     """Of the weights that scored"""
+    provenance: dict[str, dict[str, str]]
+    """What each reward's scores came from: weights (sha256), preprocessing, dtype, device, libraries"""
     seconds: float
     """From submission to scores"""
     away_s: float
@@ -120,6 +122,7 @@ class RewardClient:
         self.url = url.rstrip("/")
         self.rewards = list(rewards)
         self.provenance: dict[str, dict[str, str]] = {}
+        self.relative: list[str] = []
         self._timeout_s = timeout_s
         self._give_up_after_s = give_up_after_s
         self._while_away = while_away
@@ -149,7 +152,10 @@ class RewardClient:
         self._http.close()
 
     def check(self, wait_s: float = 30.0) -> dict[str, str]:
-        """Revision of each of our rewards, as served now; :attr:`provenance` then says more about them.
+        """Revision of each of our rewards, as served now.
+
+        Then :attr:`provenance` says more about them, and :attr:`relative` names those that score an image relative to
+        the others of its group, and so need all of a group in one request.
 
         Raises:
             RewardServerLost: no answer within ``wait_s``.
@@ -157,7 +163,9 @@ class RewardClient:
         """
         answer = self._parse(RewardList, self._ask("GET", "/v1/rewards", wait_s=wait_s)[0])
         served = {info.name: info.revision for info in answer.rewards}
-        self.provenance = {info.name: info.provenance for info in answer.rewards if info.name in self.rewards}
+        ours = [info for info in answer.rewards if info.name in self.rewards]
+        self.provenance = {info.name: info.provenance for info in ours}
+        self.relative = [info.name for info in ours if info.relative]
         for name in self.rewards:
             if name not in served:
                 near = difflib.get_close_matches(name, served, n=1)
@@ -241,6 +249,7 @@ class RewardClient:
                 for name, r in results.items()
             },
             revisions={name: r.revision for name, r in results.items()},
+            provenance={name: r.provenance for name, r in results.items()},
             seconds=seconds,
             away_s=away_s,
         )

@@ -76,7 +76,10 @@ class Sampler:
         return rollout
 
     def submit(self, rollout: Rollout) -> None:
-        """Send the images to the reward server; their scores are computed while this process goes on."""
+        """Send the images to the reward server; their scores are computed while this process goes on.
+
+        In one request: a relative reward compares the images of a group, and whole groups are what a process has.
+        """
         images = self.policy.decode(rollout.trajectory.tokens)
         texts = [p.text for p in rollout.prompts]
         rollout.job = self.client.submit(images, texts, [p.metadata for p in rollout.prompts])
@@ -171,7 +174,8 @@ class Rollout:
     reason: str | None = None
     """Why the first image without a score has none"""
     revisions: dict[str, str] = field(default_factory=dict)
-    """Of the reward models that scored"""
+    provenance: dict[str, dict[str, str]] = field(default_factory=dict)
+    """Of the reward models that scored, as the scores came with them"""
 
     def collect(self, weights: dict[str, float]) -> tuple[dict[str, Floats], dict[str, Flags]]:
         """The scores, waiting for them if need be. Raises RewardError if they cannot be had."""
@@ -179,7 +183,7 @@ class Rollout:
             assert self.job is not None
             answer = self.job.result()
             self.scores = columns(answer, weights)
-            self.revisions = answer.revisions
+            self.revisions, self.provenance = answer.revisions, answer.provenance
             self.reason = answer.reason
         return self.scores
 

@@ -76,7 +76,8 @@ class ChatClient:
         timeout_s: longest wait for one whole answer, seconds.
         retries: further tries after a broken connection, a time-out or a status that passes (408, 429, 5xx).
         max_retry_after_s: longest pause that the server may ask for; one that asks for more is given up.
-        give_up_after_s: no further try begins this long after the first, seconds.
+
+    A ``deadline`` is an instant of :func:`time.monotonic`: all tries and pauses end by then.
 
     Raises:
         RewardLoadError: the URL is not one, holds secrets, or the key is not in the environment.
@@ -91,16 +92,14 @@ class ChatClient:
         timeout_s: float,
         retries: int,
         max_retry_after_s: float,
-        give_up_after_s: float,
     ) -> None:
         url = _checked_url(base_url)
         self.url = str(url).rstrip("/")
         self._key = _key(api_key_env, url)
         self._timeout_s, self._retries, self._max_retry_after_s = timeout_s, retries, max_retry_after_s
-        self._give_up_after_s = give_up_after_s
+        self._connect_timeout_s = connect_timeout_s
         self._http = httpx.Client(
             headers={"Authorization": f"Bearer {self._key}"} if self._key else {},
-            timeout=httpx.Timeout(timeout_s, connect=connect_timeout_s),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
             trust_env=not _is_loopback(url.host),  # a proxy for the internet is none for a server next door
         )
@@ -108,14 +107,14 @@ class ChatClient:
     def close(self) -> None:
         self._http.close()
 
-    def models(self) -> list[dict[str, Any]]:
+    def models(self, deadline: float = math.inf) -> list[dict[str, Any]]:
         """Entries of the server's list of models, each with a string ``id``; empty if it keeps no list.
 
         Raises:
             ChatError: the server cannot be reached, refuses, or does not answer as such a server does.
         """
         try:
-            answer = self._ask("GET", "/models", None)
+            answer = self._ask("GET", "/models", None, deadline)
         except ChatError as error:
             if error.status in (404, 405, 501):
                 return []
@@ -125,13 +124,13 @@ class ChatClient:
             raise ChatError(f"{self.url}/models is not a list of models: is it an OpenAI-compatible server?")
         return entries
 
-    def complete(self, body: Mapping[str, Any]) -> Reply:
+    def complete(self, body: Mapping[str, Any], deadline: float = math.inf) -> Reply:
         """One completion.
 
         Raises:
             ChatError: no answer after all tries, or what came is not a completion.
         """
-        answer = self._ask("POST", "/chat/completions", json.dumps(body).encode())
+        answer = self._ask("POST", "/chat/completions", json.dumps(body).encode(), deadline)
         try:
             choice = answer["choices"][0]
             text = choice["message"]["content"]
@@ -140,13 +139,12 @@ class ChatClient:
         cut = choice.get("finish_reason") == "length"
         return Reply(text if isinstance(text, str) else "", _tokens(choice.get("logprobs")), cut)
 
-    def _ask(self, method: str, path: str, body: bytes | None) -> dict[str, Any]:
+    def _ask(self, method: str, path: str, body: bytes | None, deadline: float) -> dict[str, Any]:
         """Send until an answer comes; the JSON object that it holds."""
-        started = time.monotonic()
         for attempt in range(self._retries + 1):
             pause = min(0.5 * 2.0**attempt, _MAX_BACKOFF_S) * random.uniform(0.5, 1.0)
             try:
-                status, headers, content = self._send(method, path, body)
+                status, headers, content = self._send(method, path, body, deadline)
             except httpx.TransportError as error:
                 problem = ChatError(f"{self.url}{path}: {_in_words(error)}")
             else:
@@ -160,23 +158,25 @@ class ChatClient:
                 if asked > self._max_retry_after_s:
                     raise ChatError(f"{problem}; it asks to wait {asked:.0f} s, longer than this judge does", status)
                 pause = max(pause, asked)
-            if attempt == self._retries or time.monotonic() + pause > started + self._give_up_after_s:
+            if attempt == self._retries or time.monotonic() + pause >= deadline:
                 break
             log.info("%s; trying again in %.1f s", problem, pause)
             time.sleep(pause)
         raise ChatError(f"{problem} (tried {attempt + 1} times)", problem.status)
 
-    def _send(self, method: str, path: str, body: bytes | None) -> tuple[int, httpx.Headers, bytes]:
+    def _send(self, method: str, path: str, body: bytes | None, deadline: float) -> tuple[int, httpx.Headers, bytes]:
         """One exchange. Reads in pieces, so that a server which drips or floods is left in time."""
-        deadline = time.monotonic() + self._timeout_s
+        left = max(0.001, min(self._timeout_s, deadline - time.monotonic()))
+        timeout = httpx.Timeout(left, connect=min(left, self._connect_timeout_s))
+        end = time.monotonic() + left
         headers = {"Content-Type": "application/json"} if body is not None else {}
         content = bytearray()
-        with self._http.stream(method, self.url + path, content=body, headers=headers) as response:
+        with self._http.stream(method, self.url + path, content=body, headers=headers, timeout=timeout) as response:
             for piece in response.iter_bytes():
                 content += piece
                 if len(content) > MAX_ANSWER_BYTES:
                     raise ChatError(f"{self.url}{path} answers with more than {MAX_ANSWER_BYTES} bytes")
-                if time.monotonic() > deadline:
+                if time.monotonic() > end:
                     raise httpx.ReadTimeout("the answer is not complete", request=response.request)
         return response.status_code, response.headers, bytes(content)
 

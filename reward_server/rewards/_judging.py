@@ -6,6 +6,7 @@ import base64
 import io
 import logging
 import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
@@ -75,7 +76,7 @@ class Judge:
         """How answers are read, in this order."""
         return ", then ".join(dict.fromkeys((*self.stages, "text") if self._reads_text else self.stages))
 
-    def probe(self, image_urls: Sequence[str], quoted: str) -> None:
+    def probe(self, image_urls: Sequence[str], quoted: str, deadline: float) -> None:
         """Ask once in each way to find out what the server offers, so that one way is used from then on.
 
         A server may refuse what it does not offer (400, 422), or ignore it: then there are no log-probabilities in the
@@ -85,22 +86,22 @@ class Judge:
             RewardLoadError: it cannot answer about an image at all, or does not offer the ``mode`` that was set.
         """
         wanted = [way for way in ("logprobs", "json") if way in self._template.read and self._mode in ("auto", way)]
-        offered = [way for way in wanted if self._offers(way, image_urls, quoted)]
+        offered = [way for way in wanted if self._offers(way, image_urls, quoted, deadline)]
         if not offered and not self._reads_text:
             raise RewardLoadError(f"{self._chat.url} does not offer {' or '.join(wanted)} for {self._model}")
         if not offered:
             try:
-                self._complete("text", image_urls, quoted, again=0)
+                self._complete("text", image_urls, quoted, deadline)
             except ChatError as error:
                 raise RewardLoadError(f"the judge {self._model} does not answer: {error}") from error
         self.stages = tuple(offered) or ("text",)
         log.info("judge %s at %s: read by %s", self._model, self._chat.url, self.ways)
 
-    def _offers(self, way: str, image_urls: Sequence[str], quoted: str) -> bool:
+    def _offers(self, way: str, image_urls: Sequence[str], quoted: str, deadline: float) -> bool:
         for top in TOP_LOGPROBS if way == "logprobs" else (self._top,):
             self._top = top
             try:
-                reply = self._complete(way, image_urls, quoted, again=0)
+                reply = self._complete(way, image_urls, quoted, deadline)
             except ChatError as error:
                 if error.status not in _REFUSED:
                     raise RewardLoadError(f"the judge {self._model} does not answer: {error}") from error
@@ -109,19 +110,23 @@ class Judge:
                 return bool(reply.tokens) if way == "logprobs" else from_json(self._template, reply) is not None
         return False
 
-    def ask(self, image_urls: Sequence[str], quoted: str) -> Verdict:
-        """One question, asked again while the answer cannot be read, at most ``asks`` times in all."""
-        reply = Reply("")
-        for number in range(self._asks):
-            way = self.stages[min(number, len(self.stages) - 1)]
+    def ask(self, image_urls: Sequence[str], quoted: str, deadline: float) -> Verdict:
+        """One question, asked again while the answer cannot be read: ``asks`` times, none after ``deadline``."""
+        asked, reply = 0, Reply("")
+        while asked < self._asks and time.monotonic() < deadline:
+            way = self.stages[min(asked, len(self.stages) - 1)]
+            again = max(0, asked - len(self.stages) + 1)
+            asked += 1
             try:
-                reply = self._complete(way, image_urls, quoted, again=max(0, number - len(self.stages) + 1))
+                reply = self._complete(way, image_urls, quoted, deadline, again)
             except ChatError as error:
-                return Verdict(None, number + 1, number, str(error))
+                return Verdict(None, asked, asked - 1, str(error))
             if reading := self._read(way, reply):
-                return Verdict(reading, number + 1, number)
-        kept = f"no rating in {self._asks} answers; the last: {told(reply.text)}{' (cut)' if reply.cut else ''}"
-        return Verdict(None, self._asks, self._asks, kept)
+                return Verdict(reading, asked, asked - 1)
+        if asked == 0:
+            return Verdict(None, 0, 0, "not asked: the time for the images of this batch (deadline_s) was over")
+        kept = f"no rating in {asked} answers; the last: {told(reply.text)}{' (cut)' if reply.cut else ''}"
+        return Verdict(None, asked, asked, kept)
 
     def _read(self, way: str, reply: Reply) -> Reading | None:
         """Log-probabilities before constrained output before strict parsing; a fixed mode is that one alone."""
@@ -133,7 +138,7 @@ class Judge:
         strictly = way == self.stages[-1] and self._reads_text
         return reading or (from_text(self._template, reply) if strictly else None)
 
-    def _complete(self, way: str, image_urls: Sequence[str], quoted: str, *, again: int) -> Reply:
+    def _complete(self, way: str, image_urls: Sequence[str], quoted: str, deadline: float, again: int = 0) -> Reply:
         body: dict[str, Any] = {
             "model": self._model,
             "messages": self._template.messages(image_urls, quoted),
@@ -149,7 +154,7 @@ class Judge:
             schema = {"name": "rating", "strict": True, "schema": self._template.answer_schema()}
             body |= {"response_format": {"type": "json_schema", "json_schema": schema}}
         body |= self._extra
-        return self._chat.complete({key: value for key, value in body.items() if value is not None})
+        return self._chat.complete({key: value for key, value in body.items() if value is not None}, deadline)
 
 
 def data_url(image: Image, *, resize: int, max_pixels: int) -> str:
@@ -171,14 +176,14 @@ def data_url(image: Image, *, resize: int, max_pixels: int) -> str:
     return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
 
 
-def choose_model(chat: ChatClient, named: str) -> tuple[str, str]:
+def choose_model(chat: ChatClient, named: str, deadline: float) -> tuple[str, str]:
     """(model id, what is known of its weights): ``named``, or the only one that the server lists.
 
     Raises:
         RewardLoadError: the server cannot be reached, does not list ``named``, or lists none or several to choose from.
     """
     try:
-        listed = {entry["id"]: entry for entry in chat.models()}
+        listed = {entry["id"]: entry for entry in chat.models(deadline)}
     except ChatError as error:
         raise RewardLoadError(f"the judge's server: {error}. Is it running, and is base_url right?") from error
     if not named and len(listed) != 1:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar
@@ -64,7 +65,7 @@ class Model:
         timeout_s: float = 120.0,
         retries: int = 3,
         max_retry_after_s: float = 60.0,
-        give_up_after_s: float = 120.0,
+        deadline_s: float = 240.0,
         max_prompt_chars: int = 4000,
         max_pixels: int = 1 << 20,
         resize: int = 0,
@@ -89,8 +90,8 @@ class Model:
             connect_timeout_s, timeout_s: longest waits for a connection and for a whole answer, seconds.
             retries: further tries of a request that failed on the way (broken connection, time-out, 429, 5xx).
             max_retry_after_s: longest pause that the server may ask for (Retry-After), seconds.
-            give_up_after_s: no further try of a request begins this long after the first, seconds: a stalled server
-                holds it for ``give_up_after_s + timeout_s`` at most.
+            deadline_s: longest time for all images of one batch (of a pairwise template: of one request), and for
+                this start, seconds; what has no answer by then is null.
             max_prompt_chars: longer prompts are cut, and marked as ``truncated``.
             max_pixels: larger images are scaled down to this.
             resize: scale every image to this many pixels square first; 0: do not.
@@ -107,9 +108,8 @@ class Model:
         if scale not in self.scalings:
             raise RewardLoadError(f"scale is {scale!r}; it can be {', '.join(self.scalings)}")
         _at_least(1, asks=asks, concurrency=concurrency, max_prompt_chars=max_prompt_chars, max_pixels=max_pixels)
-        _at_least(0, resize=resize, opponents=opponents, retries=retries)
-        _at_least(0, max_retry_after_s=max_retry_after_s, give_up_after_s=give_up_after_s)
-        _at_least(0.001, connect_timeout_s=connect_timeout_s, timeout_s=timeout_s)
+        _at_least(0, resize=resize, opponents=opponents, retries=retries, max_retry_after_s=max_retry_after_s)
+        _at_least(0.001, connect_timeout_s=connect_timeout_s, timeout_s=timeout_s, deadline_s=deadline_s)
         if not 0 < min_mass <= 1:
             raise RewardLoadError(f"min_mass is {min_mass}, and must be above 0 and at most 1")
         self.chat = ChatClient(
@@ -119,7 +119,6 @@ class Model:
             timeout_s=timeout_s,
             retries=retries,
             max_retry_after_s=max_retry_after_s,
-            give_up_after_s=give_up_after_s,
         )
         self._template, self._scale, self._concurrency = found.template, scale, concurrency
         self._max_prompt_chars, self._resize, self._max_pixels = max_prompt_chars, resize, max_pixels
@@ -127,12 +126,13 @@ class Model:
         self.relative = found.template.kind == "pairwise"
         self.needs = (group_by,) if self.relative and group_by else ()
         self.example = (self.example[0], dict.fromkeys(self.needs, "example"))
-        served, weights = choose_model(self.chat, model)
+        self._deadline_s, deadline = deadline_s, time.monotonic() + deadline_s
+        served, weights = choose_model(self.chat, model, deadline)
         self._judge = Judge(
             self.chat, served, found.template, mode=mode, asks=asks, min_mass=min_mass, extra_body=extra_body or {}
         )
         blank = data_url(np.full((64, 64, 3), 128, np.uint8), resize=resize, max_pixels=max_pixels)
-        self._judge.probe([blank] * (2 if self.relative else 1), self._quoted(self.example[0])[0])
+        self._judge.probe([blank] * (2 if self.relative else 1), self._quoted(self.example[0])[0], deadline)
         self.provenance = {
             "weights": weights,
             "template": f"{found.name} sha256:{found.sha256}",
@@ -147,12 +147,13 @@ class Model:
         self, images: Sequence[Image], prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
     ) -> list[Scored]:
         """Scores of uint8 RGB images [H, W, 3]; an image that fails has None with the reason, and fails alone."""
+        deadline = time.monotonic() + self._deadline_s
         texts = {prompt: self._quoted(prompt) for prompt in set(prompts)}
         with ThreadPoolExecutor(self._concurrency) as pool:
             urls = list(pool.map(self._data_url, images))
             if self.relative:
-                return self._compare(pool, urls, prompts, metadata, texts)
-            verdicts = pool.map(lambda url, prompt: self._judge.ask([url], texts[prompt][0]), urls, prompts)
+                return self._compare(pool, urls, prompts, metadata, texts, deadline)
+            verdicts = pool.map(lambda url, prompt: self._judge.ask([url], texts[prompt][0], deadline), urls, prompts)
             return [self._rated(verdict, texts[prompt][1]) for verdict, prompt in zip(verdicts, prompts, strict=True)]
 
     def _quoted(self, prompt: str) -> tuple[str, bool]:
@@ -182,6 +183,7 @@ class Model:
         prompts: Sequence[str],
         metadata: Sequence[Mapping[str, Any]],
         texts: Mapping[str, tuple[str, bool]],
+        deadline: float,
     ) -> list[Scored]:
         """Win rates: the mean over an image's comparisons of the probability that it is the better one."""
         scores: dict[int, Scored] = {}
@@ -193,9 +195,11 @@ class Model:
             else:
                 scores |= {index: Score(None, reason=problem) for index in members}
         orders = [order for first, second in meetings for order in ((first, second), (second, first))]
-        verdicts = list(
-            pool.map(lambda order: self._judge.ask([urls[i] for i in order], texts[prompts[order[0]]][0]), orders)
-        )
+
+        def ask(order: tuple[int, int]) -> Verdict:
+            return self._judge.ask([urls[i] for i in order], texts[prompts[order[0]]][0], deadline)
+
+        verdicts = list(pool.map(ask, orders))
         for index in range(len(urls)):
             if index not in scores:
                 own = [(m, verdicts[2 * i], verdicts[2 * i + 1]) for i, m in enumerate(meetings) if index in m]

@@ -27,6 +27,8 @@ class Server:
         self.score = score
         self.requests = []
         self.revision = "1"
+        self.provenance = {"device": "cpu", "dtype": "float32"}
+        self.relative = False
         self.away = False
         self.refused = 0  # requests while away
         self.patience = 0.2  # of its clients, seconds
@@ -37,13 +39,15 @@ class Server:
             raise httpx.ConnectError("connection refused")
         if request.method == "GET":
             names = ["null", "shapes"]
-            infos = [RewardInfo(name=n, revision=self.revision, workers=1, max_batch=16, depth=0) for n in names]
+            facts = {"revision": self.revision, "provenance": self.provenance, "relative": self.relative}
+            infos = [RewardInfo(name=n, workers=1, max_batch=16, depth=0, **facts) for n in names]
             return httpx.Response(200, content=RewardList(rewards=infos).model_dump_json())
         wanted, images = decode_request(request.read())
         self.requests.append(wanted)
         scores = [self.score(image, prompt) for image, prompt in zip(images, wanted.prompts, strict=True)]
         result = RewardResult(
             revision=self.revision,
+            provenance=self.provenance,
             scores=scores,
             reasons=[None if s is not None else "the judge is asleep" for s in scores],
             details={"half": [None if s is None else s / 2 for s in scores]},

@@ -74,6 +74,7 @@ def test_columns_sum_rewards_and_drop_what_is_missing():
         reasons={"a": [None, "broken", None], "b": [None] * 3},
         details={"a": {"strict": np.array([1.0, nan, nan])}, "b": {}},
         revisions={},
+        provenance={},
         seconds=0.0,
         away_s=0.0,
     )
@@ -99,12 +100,15 @@ def test_spread_and_share():
     assert len(share(4, Two(0))) == len(share(4, Two(1))) == 2
 
 
-def test_evaluate_does_not_depend_on_the_batch(tiny, server):
+def test_evaluate_does_not_depend_on_the_batch(tiny, server, monkeypatch):
     policy = SmallPolicy.load(tiny.checkpoint, ar_steps=3, diffusion_steps=4)
+    sampled = []
+    rollout = policy.rollout
+    monkeypatch.setattr(policy, "rollout", lambda texts, seeds: sampled.append(len(texts)) or rollout(texts, seeds))
     prompts = [Prompt("one red circle"), Prompt("two blue squares"), Prompt("a red circle above a blue square")]
     found = []
     with server.client() as client:
-        for batch in (2, 9):
+        for batch in (2, 7):
             found.append(
                 evaluate(
                     policy,
@@ -118,7 +122,10 @@ def test_evaluate_does_not_depend_on_the_batch(tiny, server):
                 )
             )
     small, large = found
-    assert [len(r.prompts) for r in server.requests] == [2, 2, 2, 2, 1, 9]
+    assert sampled == [2, 1, 2, 1, 2, 1, 6, 3], "no more at once than the batch"
+    texts = [prompt.text for prompt in prompts]
+    cuts = [texts[:1], texts[1:2], texts[2:], texts[:2], texts[2:]]
+    assert [r.prompts for r in server.requests] == [[t for t in cut for _ in range(3)] for cut in cuts], "whole prompts"
     np.testing.assert_allclose(small.scores["shapes"], large.scores["shapes"], atol=2e-3)  # a pixel may round apart
     assert small.images.shape == (2, 3, 48, 48, 3)
     assert large.valid["reward"].all()

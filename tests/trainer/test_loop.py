@@ -201,19 +201,6 @@ def test_a_lost_server_stops_the_run_with_nothing_lost(make_run, server):
     assert lasting(metrics(resumed)) == lasting(metrics(whole))
 
 
-def test_an_exchanged_reward_model_is_reported(make_run, server, caplog):
-    def score(image, prompt):
-        server.revision = "2" if len(server.requests) > 1 else "1"
-        return float(image.mean())
-
-    server.score = score
-    run = make_run()
-    train(run)
-    messages = [record.message for record in caplog.records]
-    assert messages == ["step 1: reward shapes is now revision 2 (was 1)"]
-    assert run.manifest["rewards"] == {"shapes": "2"}
-
-
 def test_resuming_refuses_to_mix_two_runs(make_run, tiny, tmp_path):
     asked = iter([False, True])
     train(make_run(stop=lambda: next(asked), train={"depth": 1}))

@@ -247,10 +247,14 @@ def test_what_breaks_the_contract_is_refused_before_sending(client, images, prom
 def test_check_returns_revisions_and_names_the_nearest(client):
     info = {"name": "shapes", "revision": "abc", "workers": 1, "max_batch": 16, "depth": 0}
     info["provenance"] = {"weights": "sha256:abc"}
-    listing = httpx.Response(200, json={"rewards": [info, {**info, "name": "other"}]})
+    listing = httpx.Response(200, json={"rewards": [{**info, "relative": True}, {**info, "name": "other"}]})
     asking = client(Script(listing), ["shapes"])
     assert asking.check() == {"shapes": "abc"}
     assert asking.provenance == {"shapes": {"weights": "sha256:abc"}}
+    assert asking.relative == ["shapes"]
+    other = client(Script(listing), ["other"])
+    other.check()
+    assert other.relative == []
     with pytest.raises(
         RewardRefused, match=r"does not serve 'shape'; did you mean 'shapes'\? \(served: shapes, other\)"
     ):

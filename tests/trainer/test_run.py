@@ -43,7 +43,10 @@ def test_a_run_leaves_everything_in_its_folder(arguments, tmp_path, capsys):
     assert {path.name for path in folder.iterdir()} == expected
     assert list((folder / "tensorboard" / "mar-grpo").glob("events.*"))
     assert "s3cret" not in (folder / "config.yaml").read_text()
-    assert json.loads((folder / "versions.json").read_text())["provenance"].keys() == {"shapes"}
+    for name in ("versions.json", "report.json"):
+        assert json.loads((folder / name).read_text())["provenance"] == {
+            "shapes": {"device": "cpu", "dtype": "float32"}
+        }
     assert "s3cret" not in "".join(p.read_text() for p in (folder / "checkpoints").glob("*/manifest.json"))
     resolved = Config.model_validate(yaml.safe_load((folder / "config.yaml").read_text()))
     assert resolved.train.prompts_per_step == 2

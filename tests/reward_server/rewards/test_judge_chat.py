@@ -19,8 +19,7 @@ def connect(chat):
     clients = []
 
     def make(url=None, **options):
-        defaults = {"api_key_env": None, "connect_timeout_s": 1, "timeout_s": 0.5, "retries": 2}
-        defaults |= {"max_retry_after_s": 5, "give_up_after_s": 60}
+        defaults = {"api_key_env": None, "connect_timeout_s": 1, "timeout_s": 0.5, "retries": 2, "max_retry_after_s": 5}
         clients.append(ChatClient(chat.url if url is None else url, **{**defaults, **options}))
         return clients[-1]
 
@@ -90,13 +89,22 @@ def test_a_stalled_server_is_left(chat, connect):
     assert time.monotonic() - started < 0.7
 
 
-def test_no_further_try_begins_after_the_time_to_give_up(chat, connect):
-    tries = []
-    chat.answer = lambda body: tries.append(time.monotonic()) or (503, {"Retry-After": "1"}, b"busy")
+def test_no_further_try_begins_after_the_deadline(chat, connect):
+    chat.answer = lambda body: (503, {"Retry-After": "0.6"}, b"busy")
+    started = time.monotonic()
     with pytest.raises(ChatError, match=r"tried 2 times") as failure:
-        connect(retries=5, give_up_after_s=1.5).complete({})
+        connect(retries=5).complete({}, started + 1.1)
     assert failure.value.status == 503
-    assert len(tries) == 2
+    assert len(chat.bodies) == 2
+    assert time.monotonic() - started < 1.1
+
+
+def test_the_deadline_cuts_a_try_short(chat, connect):
+    chat.answer = lambda body: time.sleep(1) or chat.completion("4")
+    started = time.monotonic()
+    with pytest.raises(ChatError, match=r"no complete answer in time \(tried 1 times\)"):
+        connect(timeout_s=60, retries=5).complete({}, started + 0.3)
+    assert 0.3 <= time.monotonic() - started < 0.9
 
 
 def test_no_connection_in_time_is_told():

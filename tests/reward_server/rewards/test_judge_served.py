@@ -1,5 +1,6 @@
 """The judge of the example configuration, served: trainer's client, gateway, queue, worker, and a scripted judge."""
 
+import itertools
 import json
 import re
 from pathlib import Path
@@ -73,22 +74,28 @@ def brighter(chat):
     return scripted
 
 
-def test_win_rates_are_those_of_whole_requests(chat):
+@pytest.mark.parametrize("max_batch", [2, 16])  # a request above it is not split, two below it are not scored together
+def test_win_rates_are_those_of_whole_requests(chat, max_batch):
     chat.answer = brighter(chat)
     options = {"base_url": chat.url, "template": "pairwise"}
-    rewards = {"judge": {"max_batch": 2, "options": options}}
+    rewards = {"judge": {"max_batch": max_batch, "max_wait_ms": 300, "options": options}}
     requests = [np.full((3, 8, 8, 3), 0, np.uint8) + np.array(v, np.uint8)[:, None, None, None] for v in BRIGHTNESS]
     with (
         EmbeddedServer(EmbeddedSettings(rewards=rewards)) as server,
         RewardClient(server.url, server.token, ["judge"]) as client,
     ):
         client.check()
-        jobs = [client.submit(images, ["p"] * 3) for images in requests]
+        jobs = [client.submit(images, ["p"] * 3) for images in requests * 2]
         results = [job.result(60) for job in jobs]
+    asked = [tuple(int(picture[0, 0, 0]) for picture in chat.pictures(body)) for body in chat.bodies]
+    met = [pair for values in BRIGHTNESS for pair in itertools.permutations(values, 2)]
+    assert sorted(pair for pair in asked if pair[0] != pair[1]) == sorted(
+        met * 2
+    )  # both orders; the warm-ups' are alike
     # in the two orders the brighter one is preferred by 0.9 and 0.7: 0.8 on the mean, the other by 0.2
-    assert results[0].scores["judge"] == pytest.approx([0.2, 0.8, 0.5])
-    assert results[1].scores["judge"] == pytest.approx([0.8, 0.5, 0.2])
-    assert [r.details["judge"]["comparisons"].tolist() for r in results] == [[2, 2, 2]] * 2
+    rates = [result.scores["judge"].tolist() for result in results]
+    assert rates == [pytest.approx(expected) for expected in ([0.2, 0.8, 0.5], [0.8, 0.5, 0.2])] * 2
+    assert [r.details["judge"]["comparisons"].tolist() for r in results] == [[2, 2, 2]] * 4
     assert client.provenance["judge"]["template"].startswith("pairwise sha256:")
 
 
@@ -101,7 +108,7 @@ def test_the_trainer_learns_from_win_rates_by_configuration_alone(chat, tmp_path
     overlay = {
         "reward": {"names": {"judge": 1.0}},
         "server": {"rewards": {"judge": {"max_batch": 2, "options": {"base_url": chat.url, "template": "pairwise"}}}},
-        "train": {"steps": 1, "prompts_per_step": 2, "group_size": 3, "threads": 1},
+        "train": {"steps": 1, "prompts_per_step": 2, "group_size": 3, "rollout_batch": 3, "threads": 1},
         "evaluate": {"prompts": 2, "seeds": 2},
         "report": {"run_dir": str(tmp_path / "run"), "sheet_prompts": 2, "snr_groups": 0},
     }
@@ -110,3 +117,7 @@ def test_the_trainer_learns_from_win_rates_by_configuration_alone(chat, tmp_path
     assert run.main(arguments) == 0
     (line,) = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert json.loads(line)["reward/mean"] == pytest.approx(0.5)  # the mean of all win rates, whatever the images
+    evaluations = (tmp_path / "run" / "evaluations.jsonl").read_text().splitlines()
+    assert [json.loads(line)["missing"]["judge"] for line in evaluations] == [0, 0]  # no prompt's images were cut apart
+    provenance = json.loads((tmp_path / "run" / "versions.json").read_text())["provenance"]
+    assert provenance["judge"]["template"].startswith("pairwise sha256:")
