@@ -200,11 +200,11 @@ def _first(keys: list[str]) -> str:
 
 def sha256(*paths: Path) -> str:
     """Hex digest of a file; of several, of their names and digests in order of name, one a line as ``sha256sum``."""
-    digests = {}
+    digests = []  # files of several folders can have one name
     for path in paths:
         with path.open("rb") as file:
-            digests[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
-    if len(paths) == 1:
-        return digests[paths[0].name]
-    text = "".join(f"{digests[name]}  {name}\n" for name in sorted(digests))
+            digests.append((path.name, hashlib.file_digest(file, "sha256").hexdigest()))
+    if len(digests) == 1:
+        return digests[0][1]
+    text = "".join(f"{digest}  {name}\n" for name, digest in sorted(digests))
     return hashlib.sha256(text.encode()).hexdigest()

@@ -43,6 +43,8 @@ WORDS = {15129: 5.0, 1781: 4.0, 6534: 3.0, 6460: 2.0, 4319: 1.0}
 """Rating of each of the tokens excellent, good, fair, poor, bad"""
 
 SCALES = ("raw", "raw/5")
+MAX_SIDE = 1 << 14
+"""Pixels of an image's longer side; padded to a square, a longer one would take more than 0.8 GB"""
 
 
 def padded(image: Image, side: int) -> NDArray[np.uint8]:
@@ -81,7 +83,7 @@ class Model:
         Raises:
             RewardLoadError: no such scale or dtype, weights missing or damaged, or of another model.
         """
-        check_choice("scale", scale, tuple(SCALES))
+        check_choice("scale", scale, SCALES)
         chosen = torch_dtype(dtype, device, torch.float16)
         folder = files.locate(self.sources(weights=weights)[0], reward=self.name)
         config = _read_config(folder / "config.json")
@@ -91,7 +93,7 @@ class Model:
         self._device, self._dtype, self._scale = torch.device(device), chosen, scale
         self._before, self._after = (torch.tensor(ids, device=self._device) for ids in (BEFORE, AFTER))
         digest = files.sha256(*paths)
-        self.revision = digest[:12]
+        self.revision = digest[:12] if scale == "raw" else f"{digest[:12]}-{scale}"
         self.provenance = {
             "weights": f"sha256:{digest}",
             "preprocessing": f"deqa-pad-mean-pillow-bicubic-{self._side}/1",
@@ -106,19 +108,33 @@ class Model:
     def score(
         self, images: Sequence[Image], prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
     ) -> list[Scored]:
-        """Qualities of uint8 RGB images [H, W, 3], in order; the prompts are not looked at."""
-        pixels = torch.from_numpy(np.stack([padded(image, self._side) for image in images]))
+        """Qualities of uint8 RGB images [H, W, 3], in order, null for one too long; prompts are not looked at."""
+        refusals = [_refusal(image) for image in images]
+        kept = [padded(image, self._side) for image, refused in zip(images, refusals, strict=True) if refused is None]
+        values = iter(self._ratings(kept) if kept else [])
+        return [refused or self._scored(next(values)) for refused in refusals]
+
+    def _ratings(self, squares: Sequence[NDArray[np.uint8]]) -> list[float]:
+        """1..5 of each image [side, side, 3]."""
+        pixels = torch.from_numpy(np.stack(squares))
         if self._device.type == "cuda":
             pixels = pixels.pin_memory()
         pixels = pixels.to(self._device, non_blocking=True).permute(0, 3, 1, 2).float() / 255
         mean, std = (torch.tensor(x, device=self._device)[:, None, None] for x in (MEAN, STD))
         logits = self._network(((pixels - mean) / std).to(self._dtype), self._before, self._after, list(WORDS))
         ratings = torch.tensor(list(WORDS.values()), device=self._device)
-        return [self._scored(raw) for raw in (logits.float().softmax(dim=1) @ ratings).tolist()]
+        return (logits.float().softmax(dim=1) @ ratings).tolist()  # type: ignore[no-any-return]
 
     def _scored(self, raw: float) -> Score:
         details = {"raw": raw, "raw/5": raw / 5}
         return Score(details[self._scale], details)
+
+
+def _refusal(image: Image) -> Score | None:
+    height, width = image.shape[:2]
+    if max(height, width) > MAX_SIDE:
+        return Score(None, reason=f"{width} x {height} pixels: more than {MAX_SIDE} on the longer side")
+    return None
 
 
 def _read_config(path: Path) -> dict[str, Any]:

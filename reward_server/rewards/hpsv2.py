@@ -136,7 +136,7 @@ class TensorPreprocess:
         """uint8 [N, H, W, 3] -> [N, 3, S, S] around 0..1 (bicubic overshoots, and is not clipped)"""
         pixels = images.permute(0, 3, 1, 2).contiguous().float().div(255)
         scale = self.size / float(max(pixels.shape[2:]))
-        height, width = (round(side * scale) for side in pixels.shape[2:])
+        height, width = (max(1, round(side * scale)) for side in pixels.shape[2:])  # 0: only below 200 pixels
         if scale != 1.0:
             pixels = functional.interpolate(
                 pixels, (height, width), mode="bicubic", align_corners=False, antialias=self.antialias

@@ -91,7 +91,7 @@ class Model:
         Raises:
             RewardLoadError: no such scale or dtype, files missing or damaged, or of another model.
         """
-        check_choice("scale", scale, tuple(SCALES))
+        check_choice("scale", scale, SCALES)
         chosen = torch_dtype(dtype, device, torch.bfloat16)
         checkpoint, described = self.sources(weights=weights, base=base)
         path = files.find(files.locate(checkpoint, reward=self.name), checkpoint.files[0])
@@ -104,7 +104,7 @@ class Model:
         self._context = text.max_position_embeddings
         self._device, self._scale = torch.device(device), scale
         digest = files.sha256(path)
-        self.revision = digest[:12]
+        self.revision = digest[:12] if scale == "raw" else f"{digest[:12]}-{scale}"
         self.provenance = {
             "weights": f"sha256:{digest}",
             "tokenizer": f"sha256:{files.sha256(folder / 'tokenizer.json')}",

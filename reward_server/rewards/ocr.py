@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import onnxruntime  # type: ignore[import-untyped]
 import rapidocr
+from rapidocr.utils.process_img import ResizeImgError
 
 from reward_server import weights
 from reward_server.contract import Image
@@ -119,7 +120,11 @@ class Model:
         if not target:
             found = "no text in double quotes" if text is None else "only empty quotes"
             return Score(None, reason=f"the prompt has {found}, and the metadata no text: {prompt[:80]}")
-        result = self._read(np.ascontiguousarray(image[:, :, ::-1]))  # BGR, as OpenCV has it
+        try:
+            result = self._read(np.ascontiguousarray(image[:, :, ::-1]))  # BGR, as OpenCV has it
+        except ResizeImgError:
+            size = f"{image.shape[1]} x {image.shape[0]}"
+            return Score(None, reason=f"{size} pixels: too long and narrow to be resized for RapidOCR")
         read = normalise("".join(result.txts or ()))
         edits = 0 if target in read else min(distance(read, target), len(target))
         value = 1 - edits / len(target)

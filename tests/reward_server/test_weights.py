@@ -168,6 +168,19 @@ def test_keys_are_renamed_or_left_out():
     assert weights.rename(STATE, names.get).keys() == {"c"}
 
 
+def test_two_files_of_one_name_both_count_in_the_digest(tmp_path):
+    files = [tmp_path / folder / "model.safetensors" for folder in ("clip", "head")]
+    for file in files:
+        file.parent.mkdir()
+        file.write_bytes(b"same")
+    digests = [weights.sha256(*files)]
+    for file in files:
+        file.write_bytes(file.parent.name.encode())
+        digests.append(weights.sha256(*files))
+    assert len(set(digests)) == 3
+    assert weights.sha256(*files[::-1]) == digests[-1]
+
+
 def test_the_digest_is_that_of_sha256sum(tmp_path):
     (tmp_path / "a").write_bytes(b"abc")
     (tmp_path / "b").write_bytes(b"")

@@ -235,6 +235,13 @@ def test_a_head_of_another_width_is_named(load, folder):
         load("aesthetic")
 
 
+def test_another_head_is_another_revision(load, folder):
+    before = load("aesthetic")
+    head = torch.load(folder / aesthetic.HEAD_FILE, weights_only=True)
+    torch.save({key: value + 1 for key, value in head.items()}, folder / aesthetic.HEAD_FILE)
+    assert load("aesthetic").revision != before.revision
+
+
 def test_a_head_may_be_a_file_of_any_name(load, folder):
     (folder / aesthetic.HEAD_FILE).rename(folder / "head.pth")
     assert load("aesthetic", head=str(folder / "head.pth")).revision
@@ -327,3 +334,10 @@ def test_hps_pads_the_short_side_evenly_with_zeros():
     white = np.full((3, 8, 3), 255, np.uint8)  # 8 long already: no resize
     pixels = preprocess([white])[0, 0] * _clip.STD[0] + _clip.MEAN[0]
     assert pixels[:, 0].round(decimals=5).tolist() == [0, 0, 1, 1, 1, 0, 0, 0]
+
+
+def test_hpsv2_of_a_small_side_sees_a_long_image_as_a_line():
+    preprocess = hpsv2.TensorPreprocess(8, True, torch.device("cpu"))
+    pixels = preprocess([np.full((1, 399, 3), 255, np.uint8)])[0]
+    assert torch.allclose(pixels[0, 3], torch.tensor((1 - 0.48145466) / 0.26862954))
+    assert torch.allclose(pixels[0, [0, 2, 4, 7]], torch.tensor(-0.48145466 / 0.26862954))

@@ -117,6 +117,15 @@ def test_scaling_divides_the_score_by_five(folder, reward):
     (raw,) = reward.score(IMAGES[:1], [""], [{}])
     assert score.value == pytest.approx(EXPECTED["scores"][0] / 5, abs=1e-6)
     assert score.details == raw.details == {"raw": raw.value, "raw/5": score.value}
+    assert scaled.revision == f"{reward.revision}-raw/5"
+
+
+def test_an_image_too_long_to_be_padded_fails_alone(reward):
+    line = np.zeros((1, deqa.MAX_SIDE + 1, 3), np.uint8)
+    first, refused, last = reward.score([IMAGES[0], line, IMAGES[1]], [""] * 3, [{}] * 3)
+    assert [first.value, last.value] == pytest.approx(EXPECTED["scores"][:2], abs=1e-5)
+    assert (refused.value, refused.reason) == (None, "16385 x 1 pixels: more than 16384 on the longer side")
+    assert reward.score([line], [""], [{}])[0].value is None
 
 
 def test_provenance_names_the_shards_digest(folder, reward):

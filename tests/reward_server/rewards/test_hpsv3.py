@@ -174,6 +174,7 @@ def test_scaling_divides_mu_by_five(folder):
     assert score.value == pytest.approx(MU[0] / 5, abs=1e-6)
     assert score.details["raw"] == score.details["mu"] == pytest.approx(MU[0], abs=2e-6)
     assert score.details["raw/5"] == score.value
+    assert reward.revision == weights.sha256(folder / "HPSv3.safetensors")[:12] + "-raw/5"
 
 
 def test_a_checkpoint_file_and_provenance(folder, reward):

@@ -1,6 +1,7 @@
 """The real recogniser reads what Pillow draws: true end-to-end tests, not plumbing."""
 
 import socket
+from types import SimpleNamespace
 
 import numpy as np
 import PIL.Image
@@ -81,6 +82,20 @@ def test_odd_sizes(ocr, shape):
     image = np.full((*shape, 3), 200, np.uint8)
     image.flags.writeable = False
     assert score(ocr, image, '"A"').value == 0.0
+
+
+def test_an_image_too_narrow_to_be_resized_fails_alone(ocr):
+    narrow = np.full((1, 5000, 3), 200, np.uint8)
+    scores = ocr.score([drawn("STOP"), narrow, drawn("STOP")], ['"STOP"'] * 3, [{}] * 3)
+    assert [s.value for s in scores] == [1.0, None, 1.0]
+    assert scores[1].reason.startswith("5000 x 1 pixels: too long and narrow")
+
+
+def test_the_reader_gets_blue_green_red(ocr, monkeypatch):
+    seen = []
+    monkeypatch.setattr(ocr, "_read", lambda image: seen.append(image) or SimpleNamespace(txts=None, scores=None))
+    score(ocr, np.array([[[1, 2, 3]]], np.uint8), '"A"')
+    assert seen[0].tolist() == [[[3, 2, 1]]]
 
 
 def test_each_image_is_paired_with_its_prompt(ocr):

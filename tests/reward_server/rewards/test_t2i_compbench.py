@@ -138,6 +138,12 @@ def test_attribute_is_the_product_over_the_phrases(attribute, images):
     assert score.details["truncated"] == 0.0
 
 
+def test_a_question_of_exactly_the_context_is_whole(vqa):
+    longest = " ".join(["red"] * 32)  # [ENC], the words, the question mark and [SEP]: 35
+    ids, cut = vqa._tokens([longest, f"red {longest}"])
+    assert (cut, list(map(len, ids))) == ([False, True], [35, 35])
+
+
 def test_at_most_eight_phrases_are_asked(attribute, images):
     eight = ["a blue bench"] * 8
     of_eight, of_nine = attribute.score(
@@ -275,6 +281,8 @@ def test_depth_network_sees_480_pixels_from_minus_one_to_one(from_metadata):
     assert seen[0].shape == (1, 3, 480, 480)
     assert (seen[0].min(), seen[0].max()) == (-1.0, 1.0)
     assert abs(seen[0].mean()) < 0.01
+    # bilinear: a straight line across the edge, by one twelfth a pixel
+    assert seen[0][0, 0, 0, 238:244].tolist() == pytest.approx([(2 * d + 1) / 12 for d in range(-2, 4)], abs=0.01)
 
 
 def test_depth_map_is_scaled_to_the_image_in_256_steps():
