@@ -46,6 +46,7 @@ from reward_server.options_tree import (
     type_at,
     type_name,
     unknown_setting,
+    value_type,
 )
 
 M = TypeVar("M", bound=BaseModel)
@@ -180,6 +181,16 @@ def _from_environment(model: type[BaseModel], prefix: str, siblings: Sequence[ty
     return given
 
 
+def _key_of(model: type[BaseModel], flag: str) -> Key:
+    """``--max-batch`` is the setting max_batch; the names in a mapping (of rewards, say) stay as they are."""
+    key: Key = ()
+    for part in flag[2:].split("."):
+        at = type_at(model, key)
+        named = at is Any or (takes(at, *MAPPINGS) and value_type(at) is not Any)
+        key = (*key, part if key and named else part.replace("-", "_"))
+    return key
+
+
 def _from_command_line(model: type[BaseModel], parser: argparse.ArgumentParser, argv: Sequence[str]) -> list[_Given]:
     """Positionals and flags; flags that reach into a mapping, whose names argparse cannot know, are taken out first."""
     declared = {leaf.key for leaf in leaves(model)}
@@ -188,7 +199,7 @@ def _from_command_line(model: type[BaseModel], parser: argparse.ArgumentParser, 
     arguments = iter(argv)
     for argument in arguments:
         flag, equals, value = argument.partition("=")
-        key = tuple(flag[2:].replace("-", "_").split("."))
+        key = _key_of(model, flag)
         if not flag.startswith("--") or key in declared or type_at(model, key) is None:
             rest.append(flag.replace("_", "-") + equals + value if flag.startswith("--") else argument)
             continue
@@ -200,7 +211,7 @@ def _from_command_line(model: type[BaseModel], parser: argparse.ArgumentParser, 
     for argument in unknown:
         flag = argument.partition("=")[0]
         if flag.startswith("--"):
-            raise unknown_setting(model, tuple(flag[2:].replace("-", "_").split(".")), flag)
+            raise unknown_setting(model, _key_of(model, flag), flag)
         raise OptionsError(f"unexpected argument {argument!r}; a setting is given as --name value")
     given = []
     for dotted, value in vars(known).items():

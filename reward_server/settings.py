@@ -12,7 +12,7 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, field_validator
 
 from reward_server.options_tree import Heading
 
@@ -33,6 +33,15 @@ ENVS: Any = Field(
 )
 
 LogLevel = Annotated[Literal["debug", "info", "warning", "error"], LOGGING]
+
+
+def _redis_url(url: str) -> str:
+    if not url.startswith(("redis://", "rediss://", "unix://")):
+        raise ValueError("a redis://host:port/db, rediss:// or unix:///path URL is needed")
+    return url
+
+
+RedisURL = Annotated[str, AfterValidator(_redis_url)]
 
 
 def _served_name(name: str) -> str:
@@ -118,7 +127,7 @@ class GatewaySettings(Access, GatewayLimits):
     port: Annotated[int, ACCESS] = Field(
         default=8000, ge=0, le=65535, description="port to listen on; 0 takes a free one"
     )
-    redis_url: Annotated[str, ACCESS] = Field(
+    redis_url: Annotated[RedisURL, ACCESS] = Field(
         default=DEFAULT_REDIS_URL, description="Redis: redis://host:port/db, rediss:// or unix:///path"
     )
     log_level: LogLevel = Field(default="info", description="least severe messages to log")
@@ -158,7 +167,7 @@ class WorkerSettings(Access, WorkerTuning):
     name: Annotated[str | None, MODEL] = Field(
         default=None, description="what requests call it; its own name when not set"
     )
-    redis_url: Annotated[str, ACCESS] = Field(
+    redis_url: Annotated[RedisURL, ACCESS] = Field(
         default=DEFAULT_REDIS_URL, description="Redis: redis://host:port/db, rediss:// or unix:///path"
     )
     gateway_url: Annotated[str | None, ACCESS] = Field(
@@ -200,7 +209,7 @@ class ServerSettings(Access):
     port: Annotated[int, ACCESS] = Field(
         default=8000, ge=0, le=65535, description="port to listen on; 0 takes a free one"
     )
-    redis_url: Annotated[str | None, ACCESS] = Field(
+    redis_url: Annotated[RedisURL | None, ACCESS] = Field(
         default=None, description="Redis to use; a bundled one is started when not set"
     )
     cores: Annotated[int | None, PROCESSES] = Field(

@@ -8,6 +8,7 @@ images (``golden.yaml``), where the official weights and the images are at hand.
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import subprocess
 import sys
@@ -152,9 +153,10 @@ def invariants(reward: Reward) -> list[list[str]]:
         return []
     images, prompts = _made_images(), [prompt, "a photo of a cat", f"{prompt}, a cat", "a blue square"]
     together = _scores(reward, images, prompts, metadata)
-    finite = [value for value in together if value is not None]
-    rows = [["made images get scores", f"1..{len(images)}", str(len(finite)), "ok" if finite else "FAILED"]]
-    if is_relative(reward) or not finite:
+    finite = [value for value in together if value is not None and math.isfinite(value)]
+    fine = bool(finite) and len(finite) == sum(value is not None for value in together)
+    rows = [["made images get scores", f"1..{len(images)}", str(len(finite)), "ok" if fine else "FAILED"]]
+    if is_relative(reward) or not fine:
         return rows
     margin = BATCH_TOLERANCE * max(1.0, max(finite) - min(finite))
     alone = [_scores(reward, [image], [text], metadata)[0] for image, text in zip(images, prompts, strict=True)]

@@ -108,6 +108,8 @@ class RewardConfig(Access):
         for name, weight in value.items():
             if not math.isfinite(weight):
                 raise ValueError(f"the weight of {name} is {weight}; it must be a finite number")
+        if not any(value.values()):
+            raise ValueError("every weight is 0: there is nothing to learn from; give one reward another weight")
         return value
 
     @field_validator("url")

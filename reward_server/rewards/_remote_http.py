@@ -25,6 +25,10 @@ class RemoteError(Exception):
     """The server did not answer, refused, or answered something else than its protocol says; in words for people."""
 
 
+class RemoteTokenError(RemoteError):
+    """The server wants another token, or any: waiting does not help."""
+
+
 class Caller:
     """Requests to ``url``; at most ``1 + retries`` tries each, whatever goes wrong. May be used by several threads.
 
@@ -69,6 +73,8 @@ class Caller:
                 if response.is_success or status in refused:
                     return status, body
                 problem = f"{method} {url} answered {status}: {_excerpt(body)}"
+                if status in (401, 403):
+                    raise RemoteTokenError(f"{problem}; name the environment variable of its token: option token_env")
                 if status not in BUSY:
                     raise RemoteError(problem)
             except httpx.TimeoutException as error:

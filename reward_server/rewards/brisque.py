@@ -38,7 +38,7 @@ class Model:
     """The ``brisque`` reward: minus BRISQUE, roughly -100 (bad) .. 0 (clean)."""
 
     name = "brisque"
-    description = "technical quality without a reference: minus BRISQUE, from about -155 (noise) to 0 (clean)"
+    description = "technical quality without a reference: minus BRISQUE, higher is better"
     needs: tuple[str, ...] = ()
 
     def __init__(self) -> None:

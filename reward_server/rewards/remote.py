@@ -17,7 +17,7 @@ from typing import Any
 
 from reward_server.contract import Image
 from reward_server.rewards import _remote_native as native
-from reward_server.rewards._remote_http import Caller, RemoteError
+from reward_server.rewards._remote_http import Caller, RemoteError, RemoteTokenError
 from reward_server.rewards._remote_protocols import PROTOCOLS, Batch, Reply, Wanted
 from reward_server.rewards.base import RewardLoadError, Score, Scored
 
@@ -117,7 +117,7 @@ class Model:
                 self._introduce(protocol)
                 return
             except RemoteError as error:
-                if time.monotonic() > deadline:
+                if isinstance(error, RemoteTokenError) or time.monotonic() > deadline:
                     self.close()
                     raise RewardLoadError(str(error)) from error
             time.sleep(START_PAUSE_S)

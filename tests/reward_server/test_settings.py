@@ -90,3 +90,19 @@ def test_the_configurations_that_we_ship_load(path):
     settings = up("--config", str(path))
     assert {reward.reward or name for name, reward in settings.rewards.items()} <= set(available())
     assert settings.host == "127.0.0.1"
+
+
+@pytest.mark.parametrize("model", [WorkerSettings, GatewaySettings, ServerSettings])
+def test_a_redis_url_is_one(model):
+    with pytest.raises(ValidationError, match="redis://host:port/db"):
+        model(redis_url="foo")
+    assert model(redis_url="unix:///run/redis.sock").redis_url == "unix:///run/redis.sock"
+
+
+def test_names_of_rewards_stay_as_they_are_typed():
+    flags = ["--rewards.shapes-two.reward", "shapes", "--rewards.shapes-two.max-batch", "3", "--start-timeout-s", "9"]
+    flags += ["--rewards.shapes-two.options.max-pixels", "5", "--rewards.shapes-two.options.parts.a-b", "1"]
+    settings = load(ServerSettings, flags, prog="p", description="", env_prefix="NOTHING_")
+    assert settings.rewards["shapes-two"].options == {"max_pixels": 5, "parts": {"a-b": 1}}
+    assert (settings.rewards["shapes-two"].reward, settings.rewards["shapes-two"].max_batch) == ("shapes", 3)
+    assert settings.start_timeout_s == 9

@@ -37,6 +37,11 @@ class Crossed(Brightness):
         return super().score(images, prompts[:1] * len(prompts), metadata)
 
 
+class SometimesNan(Brightness):
+    def score(self, images, prompts, metadata):
+        return [float("nan") if image.shape[0] == 96 else 1.0 for image in images]
+
+
 class Mute(Brightness):
     def score(self, images, prompts, metadata):
         return [None] * len(images)
@@ -95,7 +100,12 @@ def test_a_good_reward_passes_its_selftest(plugged, capsys):
 
 @pytest.mark.parametrize(
     ("name", "failed"),
-    [("WholeBatch", ["one by one"]), ("Crossed", ["one by one", "in reverse"]), ("Mute", ["made images"])],
+    [
+        ("WholeBatch", ["one by one"]),
+        ("Crossed", ["one by one", "in reverse"]),
+        ("Mute", ["made images"]),
+        ("SometimesNan", ["made images"]),
+    ],
 )
 def test_a_reward_that_mixes_up_its_batch_fails(plugged, capsys, name, failed):
     assert main(["selftest", f"upkept:{name}"]) == 1

@@ -134,3 +134,9 @@ def test_clip_is_symmetric():
 def test_weights_are_finite(weight):
     with pytest.raises(ValidationError, match=f"the weight of shapes is {weight}; it must be a finite number"):
         Config.model_validate({"reward": {"names": f"shapes={weight}"}})
+
+
+def test_weights_that_are_all_zero_are_refused():
+    with pytest.raises(ValidationError, match="every weight is 0"):
+        Config.model_validate({"reward": {"names": {"a": 0.0, "b": 0}}})
+    assert Config.model_validate({"reward": {"names": {"a": 0.0, "b": 1}}}).reward.names == {"a": 0.0, "b": 1.0}

@@ -225,7 +225,7 @@ def test_native(other_server, remote, monkeypatch):
         return [Score(r, {"raw": r * 2}) if r else Score(None, reason="black") for r in reds]
 
     url = other_server(score, needs=("tag",), revision="abc", description="redness")
-    with pytest.raises(RewardLoadError, match="401"):
+    with pytest.raises(RewardLoadError, match=r"401.*option token_env"):
         remote("native", url=url, reward="red")
     with pytest.raises(RewardLoadError, match="serves no 'blue' but red"):
         remote("native", url=url, reward="blue", token_env="OTHER_TOKEN")
