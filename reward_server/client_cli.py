@@ -70,7 +70,8 @@ def score(argv: Sequence[str]) -> int:
             missing = [text for text, r in zip(reasons, results, strict=True) if r.scores[index] is None]
             rows.append([image, *cells, "; ".join(missing)])
         print(table(["image", *settings.rewards, ""], rows))
-    return 0
+    scored = any(score is not None for result in job.results.values() for score in result.scores)
+    return 0 if scored else 1
 
 
 def _list_local(settings: ListSettings) -> None:

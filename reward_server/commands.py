@@ -68,6 +68,8 @@ class ScoreSettings(ClientSettings):
     def _some(cls, value: list[str]) -> list[str]:
         if not value:
             raise ValueError("at least one reward must be named")
+        if len(set(value)) < len(value):
+            raise ValueError(f"each reward can be named once, got {', '.join(value)}")
         return value
 
 

@@ -229,5 +229,9 @@ def _alone(lock: Path) -> Iterator[int]:
     """One process at a time; the others wait. Ends with the process, however that ends, and those that inherit it."""
     lock.parent.mkdir(parents=True, exist_ok=True)
     with lock.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"waiting for another process that makes {lock.with_suffix('')}", file=sys.stderr, flush=True)
+            fcntl.flock(file, fcntl.LOCK_EX)
         yield file.fileno()

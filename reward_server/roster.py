@@ -7,15 +7,36 @@ from __future__ import annotations
 
 import json
 import socket
+import time
 from collections.abc import Collection
 from typing import Any
 
 import redis
-from redis.exceptions import RedisError
+from redis.exceptions import AuthenticationError, RedisError
 
 from reward_server import scripts
 from reward_server.contract import RewardResult, Timings
 from reward_server.queue import GRACE_S, PREFIX, WorkerInfo, WorkQueue
+
+
+def wait_for_redis(url: str, timeout_s: float) -> None:
+    """Return as soon as the Redis at ``url`` answers.
+
+    Raises:
+        RedisError: it did not within ``timeout_s`` (or, at once, it refuses us).
+    """
+    deadline = time.monotonic() + timeout_s
+    with redis.Redis.from_url(url, socket_timeout=2, socket_connect_timeout=2) as client:
+        while True:
+            try:
+                client.ping()
+                return
+            except AuthenticationError:
+                raise
+            except RedisError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.2)
 
 
 class Roster:

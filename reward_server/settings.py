@@ -41,6 +41,11 @@ def _redis_url(url: str) -> str:
     return url
 
 
+def without_password(url: str) -> str:
+    """A URL as it may be shown and logged."""
+    return re.sub(r"(//[^/@]*:)[^/@]*@", r"\1***@", url)
+
+
 RedisURL = Annotated[str, AfterValidator(_redis_url)]
 
 

@@ -37,7 +37,14 @@ from pydantic import BaseModel, SecretStr
 
 from reward_server.children import Child, die_with_parent, end, how_it_ended, tail
 from reward_server.environments import NoEnvironmentError, python_for
-from reward_server.settings import ENV_PREFIX, GatewaySettings, RewardSettings, ServerSettings, WorkerSettings
+from reward_server.settings import (
+    ENV_PREFIX,
+    GatewaySettings,
+    RewardSettings,
+    ServerSettings,
+    WorkerSettings,
+    without_password,
+)
 
 if TYPE_CHECKING:
     from reward_server.roster import Roster
@@ -47,6 +54,8 @@ Event = Mapping[str, str | bool | list[str] | dict[str, str]]
 _TICK_S = 0.05
 _PAUSE_S = (0.2, 10.0)
 """First and longest pause before a crashed child is started again; it doubles each time"""
+_REDIS_WAIT_S = 10.0
+"""A Redis that starts beside us is waited for; one that is not there is told"""
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 
 
@@ -101,10 +110,12 @@ class Supervisor:
         """Start all children; :meth:`tick` says when they are ready.
 
         Raises:
-            SupervisorError: what a reward needs is not installed.
+            SupervisorError: what a reward needs is not installed, or the user's Redis does not answer.
         """
         if self._settings.redis_url is None:
             self._add("redis", _redis_command(self._folder))
+        else:
+            self._check_redis(self._settings.redis_url)
         self._gateway = self._add("gateway", _program("gateway"), environment_of(self._gateway_settings()))
         for name, reward in self._settings.rewards.items():
             program = _program("worker", self._python(name, reward))
@@ -156,6 +167,19 @@ class Supervisor:
             f"{whom} not ready after {self._settings.start_timeout_s:g} s; raise start_timeout_s for a model that "
             f"loads for longer; the logs end:\n{tails}"
         )
+
+    @staticmethod
+    def _check_redis(url: str) -> None:
+        from redis.exceptions import RedisError  # here, since a bundled Redis needs no check
+
+        from reward_server.roster import wait_for_redis
+
+        try:
+            wait_for_redis(url, _REDIS_WAIT_S)
+        except RedisError as error:
+            raise SupervisorError(
+                f"redis_url: no Redis that answers at {without_password(url)}: {error}", mistake=True
+            ) from error
 
     def _python(self, name: str, reward: RewardSettings) -> Path:
         """The interpreter of a reward's workers.

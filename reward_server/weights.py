@@ -139,6 +139,10 @@ def read_state_dict(path: Path) -> dict[str, torch.Tensor]:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
+    if _is_lfs_pointer(path):
+        raise RewardLoadError(
+            f"{path} is a pointer of git LFS, not the weights: run `git lfs pull` there, or download the file itself"
+        )
     try:
         if path.suffix == ".safetensors":
             return load_file(path)
@@ -156,6 +160,15 @@ def read_state_dict(path: Path) -> dict[str, torch.Tensor]:
     if not isinstance(state, dict) or not all(isinstance(value, torch.Tensor) for value in state.values()):
         raise RewardLoadError(f"{path} does not hold a state dict (tensors by name)")
     return state
+
+
+def _is_lfs_pointer(path: Path) -> bool:
+    """Whether a clone without git LFS left its few lines of text in the place of the file."""
+    try:
+        with path.open("rb") as file:
+            return file.read(24) == b"version https://git-lfs."
+    except OSError:  # told by whoever reads it
+        return False
 
 
 def _is_zip(path: Path) -> bool:

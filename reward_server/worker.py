@@ -39,7 +39,7 @@ from reward_server.rewards.base import (
     warm_up,
 )
 from reward_server.scoring import Scorer
-from reward_server.settings import WorkerSettings
+from reward_server.settings import WorkerSettings, without_password
 
 BLOCK_MS = 500
 """Longest wait in Redis for a part, which bounds how long stopping takes, milliseconds"""
@@ -124,7 +124,8 @@ class Worker:
                 step()
                 return
             except RedisError as error:
-                log.warning("Redis is away (%s); trying again in %.1f s", error, pause)
+                where = without_password(self.settings.redis_url)
+                log.warning("Redis (--redis-url %s) is away (%s); trying again in %.1f s", where, error, pause)
                 if self.stopping.wait(pause):
                     return
                 pause = min(2 * pause, MAX_BACKOFF_S)

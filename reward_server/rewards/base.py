@@ -126,7 +126,14 @@ def load(name: str) -> Reward:
     model = getattr(module, class_name, None)
     if model is None:
         raise RewardLoadError(f"{module_name} has no class {class_name}")
-    reward = model()
+    if not isinstance(model, type):
+        raise RewardLoadError(
+            f"{module_name}.{class_name} is not a reward: it is no class but a {type(model).__name__}"
+        )
+    try:
+        reward = model()
+    except Exception as error:
+        raise _broken(f"{module_name}.{class_name} cannot be constructed without arguments", error) from error
     if not isinstance(reward, Reward):
         wanted = ("name", "revision", "description", "needs", "setup", "score")
         missing = [attribute for attribute in wanted if not hasattr(reward, attribute)]

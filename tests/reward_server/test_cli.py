@@ -216,6 +216,13 @@ def test_score_prints_numbers_and_reasons(run, served, image, tmp_path):
     assert body.count(b'name="image"') == 2
 
 
+def test_score_fails_if_nothing_was_scored(run, served, image):
+    served(lambda request: finished([None], ["too dark"]))
+    code, out, _ = run("score", str(image), "--prompt", "a")
+    assert code == 1
+    assert "too dark" in out
+
+
 def test_score_as_json_with_one_prompt_or_a_file_of_them(run, served, image, tmp_path):
     served(lambda request: finished([0.5], [None]))
     printed = json.loads(run("score", str(image), "--prompt", "a, b", "--json", "--metadata", '[{"k": 1}]')[1])
@@ -235,6 +242,7 @@ def test_score_as_json_with_one_prompt_or_a_file_of_them(run, served, image, tmp
         (["--prompts", "{folder}/a.png"], "a.png cannot be read as text"),
         (["--prompt", "p", "--metadata", "[]"], "0 metadata for 1 images: one per image is needed"),
         (["--prompt", "p", "--rewards", "[]"], "at least one reward must be named"),
+        (["--prompt", "p", "--rewards", "a,b,a"], "each reward can be named once, got a, b, a"),
     ],
 )
 def test_score_explains_what_does_not_fit(run, image, tmp_path, argv, message):

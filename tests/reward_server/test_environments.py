@@ -231,6 +231,19 @@ def test_what_a_reward_imports_is_in_its_lock(reward):
     ] == []
 
 
+def test_who_waits_for_another_says_so(tmp_path, capfd):
+    with environments._alone(tmp_path / "x.lock"):
+        second = threading.Thread(target=lambda: environments._alone(tmp_path / "x.lock").__enter__())
+        second.start()
+        deadline = time.monotonic() + 10
+        said = ""
+        while not said and time.monotonic() < deadline:
+            time.sleep(0.05)
+            said = capfd.readouterr().err
+    second.join()
+    assert said == f"waiting for another process that makes {tmp_path / 'x'}\n"
+
+
 def test_nobody_works_in_the_folder_while_a_killed_one_leaves_its_pip_behind(tmp_path):
     """The lock is held by what inherited it, too."""
     program = (

@@ -15,6 +15,8 @@ class BadName(Good):
     name = "a/b"
 class Half:
     name = revision = "x"
+class Needy(Good):
+    def __init__(self, path): ...
 """
 
 
@@ -55,6 +57,8 @@ def test_a_reward_of_another_package(plugin):
         ("my_rewards:Missing", "my_rewards has no class Missing"),
         ("my_rewards:Half", "is not a reward: it lacks description, needs, setup, score"),
         ("my_rewards:BadName", "name is 'a/b'"),
+        ("my_rewards:Needy", "my_rewards.Needy cannot be constructed without arguments: TypeError: "),
+        ("os:getcwd", "os.getcwd is not a reward: it is no class but a builtin_function_or_method"),
     ],
 )
 def test_what_cannot_be_loaded_says_why(plugin, name, message):

@@ -141,6 +141,17 @@ def test_a_child_that_cannot_start_fails_at_once_with_its_own_words(supervise):
     assert events == []
 
 
+def test_a_redis_that_does_not_answer_is_told_before_anything_starts(supervise, monkeypatch, children):
+    monkeypatch.setattr("reward_server.supervisor._REDIS_WAIT_S", 0.3)
+    with pytest.raises(
+        SupervisorError, match=r"^redis_url: no Redis that answers at redis://user:\*\*\*@127"
+    ) as failure:
+        supervise(redis_url="redis://user:secret@127.0.0.1:9/0")
+    assert failure.value.mistake
+    assert "secret" not in str(failure.value)
+    assert children() == []
+
+
 def test_a_start_that_fails_otherwise_is_no_mistake_and_shows_the_log(supervise, plugin):
     supervisor, _ = supervise(rewards={"plugged:DiesAtStart": RewardSettings()})
     with pytest.raises(

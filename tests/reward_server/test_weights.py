@@ -143,6 +143,9 @@ def test_files_that_are_not_plain_weights_are_refused(tmp_path, capsys):
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(RewardLoadError, match=r"w\.pt cannot be read"):
         weights.read_state_dict(path)
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 3\n")
+    with pytest.raises(RewardLoadError, match=r"w\.pt is a pointer of git LFS, not the weights: run `git lfs pull`"):
+        weights.read_state_dict(path)
     (tmp_path / "w.safetensors").write_bytes(b"no header")
     with pytest.raises(RewardLoadError, match=r"w\.safetensors cannot be read"):
         weights.read_state_dict(tmp_path / "w.safetensors")
