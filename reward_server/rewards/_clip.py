@@ -1,8 +1,9 @@
 """What the rewards built on CLIP share: a loaded model with its tokenizer and preprocessing, and its cosines.
 
-A batch is encoded in one forward pass per tower. Each distinct prompt is encoded once, padded to the longest one: the
-text tower is causal and reads the end-of-text token, so what follows it changes nothing. Image i is compared with
-prompt i only. The towers run in the chosen dtype; normalisation and cosine are always float32.
+A batch is encoded in one forward pass per tower; on a CPU, images go in parts (``CPU_BYTES``). Each distinct prompt is
+encoded once, padded to the longest one: the text tower is causal and reads the end-of-text token, so what follows it
+changes nothing. Image i is compared with prompt i only. The towers run in the chosen dtype; normalisation and cosine
+are always float32.
 
 Numbers are those of transformers' ``CLIPModel`` and of the Pillow variant of its ``CLIPImageProcessor`` (the variant on
 torchvision resizes otherwise). Images come as RGB: transparency was composited on white at the server's door
@@ -43,6 +44,9 @@ MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.2757
 """Of OpenAI's CLIP, and of most since, by channel"""
 MAX_ASPECT = 400
 """Long side / short side of an image; beyond it a resize makes nothing, or a picture of gigabytes"""
+CPU_BYTES = 16 << 20
+"""Of the widest activation on a CPU. glibc gets blocks above 32 MiB from the kernel at each operation, and page faults
+then cost more than a GELU does; larger batches do not make matrix products faster"""
 
 Preprocess = Callable[[Sequence[Image]], torch.Tensor]
 """uint8 RGB images [H, W, 3] of any sizes -> normalised float32 [N, 3, S, S] on the model's device"""
@@ -57,9 +61,21 @@ class Similarity:
 
 @torch.inference_mode()
 def encode(model: CLIPModel, preprocess: Preprocess, images: Sequence[Image]) -> torch.Tensor:
-    """L2-normalised projected embeddings [N, D], float32, of images that :func:`refusal` lets through."""
+    """L2-normalised projected embeddings [N, D], float32, of one or more images that :func:`refusal` lets through."""
     pixels = preprocess(images).to(model.dtype)
-    return functional.normalize(model.get_image_features(pixels).pooler_output.float(), dim=-1)
+    size = images_at_once(model) if pixels.device.type == "cpu" else len(pixels)
+    parts = [pixels[i : i + size] for i in range(0, len(pixels), size)]
+    features = torch.cat([model.get_image_features(part).pooler_output for part in parts])
+    return functional.normalize(features.float(), dim=-1)
+
+
+def images_at_once(model: CLIPModel) -> int:
+    """How many images keep the widest activation, [images, patches + 1, intermediate], within ``CPU_BYTES``."""
+    settings: Any = model.config
+    vision = settings.vision_config
+    tokens = (vision.image_size // vision.patch_size) ** 2 + 1
+    each: int = tokens * vision.intermediate_size * model.dtype.itemsize
+    return max(1, CPU_BYTES // each)
 
 
 @dataclass(frozen=True)

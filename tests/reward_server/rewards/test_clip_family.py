@@ -107,6 +107,31 @@ def test_a_prompt_is_encoded_once_however_often_a_batch_has_it(load, images, nam
     assert seen == [2]
 
 
+@every
+def test_on_a_cpu_images_go_through_in_parts_without_a_change_of_scores(load, images, name, monkeypatch):
+    reward = load(name)
+    together = values(reward, images, PROMPTS)
+    model = reward._model if name == "aesthetic" else reward._clip.model
+    seen = []
+    encode = model.get_image_features
+    monkeypatch.setattr(model, "get_image_features", lambda pixels: seen.append(len(pixels)) or encode(pixels))
+    vision = model.config.vision_config
+    tokens = (vision.image_size // vision.patch_size) ** 2 + 1
+    monkeypatch.setattr(_clip, "CPU_BYTES", 2 * tokens * vision.intermediate_size * 4)
+    assert np.abs(values(reward, images, PROMPTS) - together).max() < 2e-6 * np.abs(together).max()
+    assert seen == [2, 2, 1]
+    monkeypatch.setattr(_clip, "CPU_BYTES", 1)
+    values(reward, images, PROMPTS)
+    assert seen[3:] == [1] * 5
+
+
+def test_parts_on_a_cpu_keep_activations_under_16_mib():
+    with torch.device("meta"):
+        model = _clip.CLIPModel(hpsv2.to_clip_config(hpsv2.VIT_H_14))
+    assert _clip.images_at_once(model) == 3  # of 257 * 5120 * 4 bytes
+    assert _clip.images_at_once(model.to(torch.bfloat16)) == 6
+
+
 @with_text
 def test_truncated_says_which_prompts_were_cut(load, images, name):
     scores = load(name).score(images, PROMPTS, [{}] * 5)
