@@ -12,10 +12,10 @@ What a prompt claims is read by rules that cover the benchmark's simple forms (b
 for noun phrases), or given in the metadata: ``phrases``, a list; ``objects``, a pair, and ``relation``; ``counts``,
 numbers by singular noun. A prompt that no rule reads is refused with a reason.
 
-The benchmark detects objects by UniDet (722 classes), which needs detectron2. Here they come from the metadata
-(``detections``: a list of ``{"name", "score", "box": [x0, y0, x1, y1]}``, pixels of the image), in which case the score
-is the benchmark's; or from Mask2Former, which knows COCO's 80 classes: a departure, so numbers are not the benchmark's,
-and prompts with other objects are refused. See ``_compbench_rules`` and ``_compbench_vqa`` for the other details.
+Objects are detected by UniDet (722 classes), as in the benchmark: an object that it does not find, or has no class for,
+counts as absent. Or they come from the metadata (``detections``: a list of ``{"name", "score", "box": [x0, y0, x1,
+y1]}``, pixels of the image). Or from Mask2Former, which knows COCO's 80 classes: a departure, so numbers are not the
+benchmark's, and prompts with other objects are refused. See ``_unidet``, ``_compbench_rules`` and ``_compbench_vqa``.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from reward_server.rewards import (
     _compbench_rules,
     _compbench_vqa,
     _detector,
+    _unidet,
 )
 from reward_server.rewards._compbench_prompts import Relation
 from reward_server.rewards._compbench_rules import RELATIONS_2D, RELATIONS_3D, Depth, Found
@@ -56,7 +57,8 @@ _COCO = {"television": "tv", "sofa": "couch", "phone": "cell phone", "table": "d
 
 Claim = list[str] | Relation | dict[str, int]
 VQA, TOKENIZER = "Salesforce/blip-vqa-capfilt-large", "google-bert/bert-base-uncased"
-DETECTOR, DEPTH = "facebook/mask2former-swin-small-coco-instance", "Intel/dpt-hybrid-midas"
+UNIDET, DEPTH = "unidet", "Intel/dpt-hybrid-midas"
+MASK2FORMER = {"mask2former": "facebook/mask2former-swin-small-coco-instance"}
 
 
 class Model:
@@ -73,20 +75,25 @@ class Model:
         category: str = "attribute",
         vqa: str = VQA,
         tokenizer: str = TOKENIZER,
-        detector: str = DETECTOR,
+        detector: str = UNIDET,
+        unidet: str = "",
         depth: str = DEPTH,
         **_: object,
     ) -> tuple[Source, ...]:
         """The weights of the category's networks.
 
         Raises:
-            RewardLoadError: there is no such category.
+            RewardLoadError: there is no such category, or its UniDet is not on the hub and ``unidet`` is empty.
         """
         if category not in EXAMPLES:
             raise RewardLoadError(f"category of t2i_compbench is {category!r}; it can be {', '.join(EXAMPLES)}")
         if category == "attribute":
             return _compbench_vqa.sources(vqa, tokenizer)
-        detectors = (_detector.source(detector),) if detector else ()
+        detectors: tuple[Source, ...] = ()
+        if detector == UNIDET:
+            detectors = (_unidet.source(unidet, category),)
+        elif detector:
+            detectors = (_detector.source(MASK2FORMER.get(detector, detector)),)
         return (*detectors, _compbench_depth.source(depth)) if category == "spatial_3d" else detectors
 
     def setup(
@@ -96,7 +103,8 @@ class Model:
         category: str = "attribute",
         vqa: str = VQA,
         tokenizer: str = TOKENIZER,
-        detector: str = DETECTOR,
+        detector: str = UNIDET,
+        unidet: str = "",
         depth: str = DEPTH,
         dtype: str = "auto",
     ) -> None:
@@ -106,28 +114,36 @@ class Model:
             category: ``attribute``, ``spatial_2d``, ``spatial_3d`` or ``numeracy``.
             vqa: BLIP's ``model_base_vqa_capfilt_large.pth``, or hub id or folder of a BLIP for questions.
             tokenizer: hub id or folder with bert-base-uncased's ``vocab.txt``.
-            detector: see ``weights`` of ``geneval``; empty: objects are in the metadata, always.
+            detector: ``unidet``; ``mask2former``, or another Mask2Former (see ``weights`` of ``geneval``); empty:
+                objects are in the metadata, always.
+            unidet: UniDet's ``Unified_learned_OCIM_RS200_6x+2x.pth``, the benchmark's for ``spatial_2d`` and by default
+                the hub's; or ``Unified_learned_OCIM_R50_6x+2x.pth``, the benchmark's for the others, to be given.
             depth: hub id or folder of a DPT for depth.
-            dtype: of the networks; ``auto`` is float32 on every device.
+            dtype: of the networks; ``auto`` is float32 on every device. The benchmark detects under float16
+                autocast, as ``float16`` does on a GPU.
 
         Raises:
             RewardLoadError: an option is wrong, or files are missing, damaged or another model's.
         """
-        self.sources(category)
+        self.sources(category, detector="")
         self._category, self.example = category, EXAMPLES[category]
         target, chosen = torch.device(device), torch_dtype(dtype, device)
         self.provenance = {"category": category, "dtype": dtype_name(chosen)}
         digests: dict[str, str] = {}
         self._detector: _detector.Detector | None = None
+        self._unidet: _unidet.Detector | None = None
         if category == "attribute":
             self._vqa = _compbench_vqa.VisualQuestions(vqa, tokenizer, target, chosen, reward=self.name)
             self._find_phrases, self.provenance["phrases"] = _compbench_prompts.phrase_finder()
             digests["weights"] = self._vqa.sha256
             self.provenance["preprocessing"] = self._vqa.preprocessing
+        elif detector == UNIDET:
+            self._unidet = _unidet.Detector(unidet, category, target, chosen, reward=self.name)
+            digests["weights"] = self._unidet.sha256
+            self.provenance |= {"detector": self._unidet.network, "preprocessing": _unidet.PREPROCESSING}
         elif detector:
-            self._detector, digests["weights"] = _detector.load(
-                detector, tuple(CLASSES), target, chosen, reward=self.name
-            )
+            name = MASK2FORMER.get(detector, detector)
+            self._detector, digests["weights"] = _detector.load(name, tuple(CLASSES), target, chosen, reward=self.name)
             self.provenance["preprocessing"] = _detector.PREPROCESSING
         if category == "spatial_3d":
             self._depth = _compbench_depth.DepthEstimator(depth, target, chosen, reward=self.name)
@@ -148,7 +164,7 @@ class Model:
                 claims[index] = self._claim(prompt, entry)
                 if self._category != "attribute" and "detections" in entry:
                     given[index] = _given(entry["detections"], image)
-                elif self._category != "attribute":
+                elif self._category != "attribute" and self._unidet is None:
                     claims[index] = self._in_coco(claims[index])
             except ValueError as error:
                 scores[index] = Score(None, reason=str(error))
@@ -216,7 +232,9 @@ class Model:
     ) -> None:
         found = dict(given)
         asked = [index for index in claims if index not in given]
-        if asked and self._detector is not None:
+        if asked and self._unidet is not None:
+            found |= dict(zip(asked, self._unidet.detect([images[index] for index in asked]), strict=True))
+        elif asked and self._detector is not None:
             detections = self._detector.detect([images[index] for index in asked], MIN_SCORE)
             for index, group in zip(asked, detections, strict=True):
                 shape = images[index].shape

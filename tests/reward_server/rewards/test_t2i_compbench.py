@@ -354,7 +354,7 @@ def test_revision_and_provenance_tell_the_category_and_the_weights(attribute, fr
 
 def test_sources_are_those_of_the_category():
     assert [s.repo for s in Model.sources()] == ["Salesforce/blip-vqa-capfilt-large", "google-bert/bert-base-uncased"]
-    spatial = [s.repo for s in Model.sources(category="spatial_3d")]
+    spatial = [s.repo for s in Model.sources(category="spatial_3d", detector="mask2former")]
     assert spatial == ["facebook/mask2former-swin-small-coco-instance", "Intel/dpt-hybrid-midas"]
     assert Model.sources(category="numeracy", detector="") == ()
     official = Model.sources(vqa="/weights/model_base_vqa_capfilt_large.pth")[0]
