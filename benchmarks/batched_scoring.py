@@ -12,7 +12,9 @@ path, a part of it at a time:
 
 All take the same pixels, weights and threads, in turn within each round; ratios are of one round. With one thread, CPU
 time is what counts on a machine that has other work. Weights are random; the time does not depend on them. ``reload``
-is what the package's ``hpsv2.score`` does beyond the loop: it reads its checkpoint at every call.
+is what the package's ``hpsv2.score`` does beyond the loop: it reads its checkpoint at every call. ``bound``: how much
+arithmetic the reward saves, which is the ratio to expect in the loop's dtype on a device that one image keeps busy.
+bfloat16 gains only on a CPU with instructions for it (the first line says whether it has), and loses on others.
 """
 
 from __future__ import annotations
@@ -103,6 +105,11 @@ def seconds(function: Callable[[], list[float]]) -> tuple[Taken, list[float]]:
     return Taken(time.perf_counter() - wall, time.process_time() - cpu), result
 
 
+def bfloat16_is_native() -> bool:
+    has = torch.cpu.get_capabilities()
+    return any(has.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
+
+
 def reload_seconds(model: torch.nn.Module) -> float:
     """What reading a checkpoint into a model takes, from the page cache."""
     with tempfile.TemporaryDirectory() as folder:
@@ -111,6 +118,24 @@ def reload_seconds(model: torch.nn.Module) -> float:
         started = time.process_time()
         model.load_state_dict(torch.load(path, weights_only=True)["state_dict"])
         return time.process_time() - started
+
+
+def multiply_adds(layers: int, width: int, tokens: int, mlp: int) -> int:
+    """Of a transformer's matrix products for one sequence: projections, attention, MLP."""
+    return layers * tokens * (4 * width**2 + 2 * tokens * width + 2 * width * mlp)
+
+
+def bound(model: _clip.CLIPModel, longest: int, group: int) -> float:
+    """The loop's multiply-adds over the reward's; prompts of ``longest`` tokens, one for ``group`` images."""
+    vision, text = model.config.vision_config, model.config.text_config
+    patches = (vision.image_size // vision.patch_size) ** 2
+    image = multiply_adds(vision.num_hidden_layers, vision.hidden_size, patches + 1, vision.intermediate_size)
+    image += patches * 3 * vision.patch_size**2 * vision.hidden_size
+    padded, trimmed = (
+        multiply_adds(text.num_hidden_layers, text.hidden_size, tokens, text.intermediate_size)
+        for tokens in (77, longest)
+    )
+    return (image + padded) / (image + trimmed / group)
 
 
 def compare(name: str, options: argparse.Namespace) -> list[str]:
@@ -124,9 +149,9 @@ def compare(name: str, options: argparse.Namespace) -> list[str]:
         "loop, one image at a time": full.loop,
         "batch": full.batch,
         "batch, distinct prompts (the reward)": full.reward,
-        "the same in bfloat16": half.reward,
-        "loop in bfloat16": half.loop,
     }
+    if not options.float32:
+        ways |= {"the same in bfloat16": half.reward, "loop in bfloat16": half.loop}
     times: dict[str, list[Taken]] = {way: [] for way in ways}
     scores: dict[str, list[float]] = {}
     for way in ways.values():  # warm up with a few images
@@ -151,6 +176,9 @@ def compare(name: str, options: argparse.Namespace) -> list[str]:
         )
     again = reload_seconds(full.clip.model)
     rows.append(f"| {name} | reload, added to each image of the loop by `hpsv2.score` | {1000 * again:.0f} | | | | |")
+    longest = max(len(row) for row in full.clip.tokenizer(prompts)["input_ids"])
+    saved = bound(full.clip.model, longest, options.group)
+    rows.append(f"| {name} | bound: arithmetic saved, float32 | | | {saved:.2f} | | |")
     preprocessing = seconds(lambda: full.clip.preprocess(images).mean(dim=(1, 2, 3)).tolist())[0].cpu
     rows.append(f"| {name} | of which preprocessing, batched | {1000 * preprocessing / count:.1f} | | | | |")
     return rows
@@ -163,10 +191,14 @@ def main() -> None:
     parser.add_argument("--group", type=int, default=16, help="images a prompt")
     parser.add_argument("--size", type=int, default=512, help="side of the images, pixels")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--float32", action="store_true", help="only float32")
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    print(f"{options.prompts} x {options.group} images of {options.size}, {options.threads} threads\n")
+    print(
+        f"{options.prompts} x {options.group} images of {options.size}, {options.threads} threads, "
+        f"bfloat16 instructions: {'yes' if bfloat16_is_native() else 'no'}\n"
+    )
     print("| model | way | CPU ms an image, best | median | times as fast as the loop, CPU | wall | score differs by |")
     print("|---|---|---|---|---|---|---|")
     for name in options.models:
