@@ -1,0 +1,130 @@
+"""A tiny NOVA pipeline in the official layout, with weights that a name and a shape determine.
+
+numpy's ``RandomState`` keeps its numbers for ever, so the fixtures hold only what the official code computed from
+these weights, not the weights. ``fixtures/nova/make.py`` uses this module, too: it needs neither the project's
+trainer nor any of the official code.
+"""
+
+import json
+import zlib
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+
+TRANSFORMER = {
+    "_class_name": "NOVATransformer3DModel",
+    "image_dim": 4,
+    "image_size": [64, 96],
+    "image_stride": 8,
+    "text_token_dim": 32,
+    "text_token_len": 12,
+    "rotary_pos_embed": False,
+    "video_base_size": [1, 2, 3],
+    "image_base_size": [4, 6],
+    "arch": ["vit_d2w32h2", "vit_d4w32h2", "mlp_d2w48"],
+}
+ROTARY = TRANSFORMER | {"rotary_pos_embed": True, "arch": ["vit_d2w32h1", "vit_d4w32h1", "mlp_d2w48"]}
+DDPM = {
+    "_class_name": "DDPMScheduler",
+    "num_train_timesteps": 1000,
+    "beta_start": 0.00085,
+    "beta_end": 0.012,
+    "beta_schedule": "scaled_linear",
+    "prediction_type": "epsilon",
+    "variance_type": "fixed_small",
+    "timestep_spacing": "trailing",
+    "clip_sample": False,
+}
+FLOW = {"_class_name": "FlowMatchEulerDiscreteScheduler", "num_train_timesteps": 1000, "shift": 2.0}
+VAE = {
+    "_class_name": "AutoencoderKL",
+    "block_out_channels": [32, 32, 32, 32],
+    "down_block_types": ["DownEncoderBlock2D"] * 4,
+    "up_block_types": ["UpDecoderBlock2D"] * 4,
+    "layers_per_block": 1,
+    "latent_channels": 4,
+    "scaling_factor": 0.5,
+    "shift_factor": 0.1,
+    "sample_size": 96,
+}
+PHI = {
+    "architectures": ["PhiEncoderModel"],
+    "model_type": "phi",
+    "vocab_size": 288,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "partial_rotary_factor": 0.5,
+    "rope_theta": 10000.0,
+    "hidden_act": "gelu_new",
+    "layer_norm_eps": 1e-05,
+    "max_position_embeddings": 64,
+    "bos_token_id": 256,
+    "eos_token_id": 256,
+    "torch_dtype": "float32",
+}
+PROMPTS = ["a red cat", "two dogs left of a very long blue table"]  # the second is longer than 12 tokens
+
+
+def seeded(name, *shape):
+    """Standard normal float32 numbers that ``name`` and ``shape`` determine."""
+    return torch.from_numpy(np.random.RandomState(zlib.crc32(name.encode())).standard_normal(shape).astype(np.float32))
+
+
+def seeded_state(shapes):
+    """name -> shape to name -> weights: matrices keep their input's scale, norms are near one, biases near zero."""
+    state = {}
+    for name, shape in shapes.items():
+        noise = seeded(name, *shape)
+        if len(shape) > 1:
+            state[name] = noise * (1.2 / np.sqrt(np.prod(shape[1:])))
+        else:
+            state[name] = noise * 0.1 + (1.0 if "norm" in name and name.endswith("weight") else 0.0)
+    return state
+
+
+def shapes_of(module):
+    return {name: tuple(value.shape) for name, value in module.state_dict().items()}
+
+
+def write_tokenizer(folder):
+    """Byte-level BPE in the files of CodeGen's tokenizer: 256 bytes, an end-of-text token, a few merges."""
+    folder.mkdir(parents=True)
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    rest = [b for b in range(256) if b not in printable]
+    symbols = [chr(b) for b in printable] + [chr(256 + i) for i in range(len(rest))]
+    merges = ["Ġ a", "r e", "Ġ t", "Ġt w", "d o", "l e", "o f"]
+    words = [*symbols, "<|endoftext|>", *(m.replace(" ", "") for m in merges)]
+    (folder / "vocab.json").write_text(json.dumps({word: i for i, word in enumerate(words)}, ensure_ascii=False))
+    (folder / "merges.txt").write_text("#version: 0.2\n" + "\n".join(merges) + "\n", encoding="utf-8")
+    end = "<|endoftext|>"
+    special = {"bos_token": end, "eos_token": end, "unk_token": end, "pad_token": end}
+    config = {"tokenizer_class": "CodeGenTokenizer", "model_max_length": 2048, "add_prefix_space": False, **special}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def write_pipeline(folder: Path, shapes, transformer=TRANSFORMER, scheduler=DDPM):
+    """The folder of a pipeline. ``shapes``: part -> name -> shape, for transformer, vae and text_encoder."""
+    index = {
+        "_class_name": "NOVAPipeline",
+        "transformer": ["diffnext.models.transformers.transformer_nova", "NOVATransformer3DModel"],
+        "scheduler": ["diffnext.schedulers", scheduler["_class_name"]],
+        "vae": ["diffnext.models.autoencoders.autoencoder_kl", "AutoencoderKL"],
+        "text_encoder": ["diffnext.models.text_encoders.phi", "PhiEncoderModel"],
+        "tokenizer": ["transformers", "CodeGenTokenizerFast"],
+    }
+    configs = {"transformer": transformer, "vae": VAE, "text_encoder": PHI}
+    files = {"transformer": "diffusion_pytorch_model", "vae": "diffusion_pytorch_model", "text_encoder": "model"}
+    for part, config in configs.items():
+        (folder / part).mkdir(parents=True)
+        (folder / part / "config.json").write_text(json.dumps(config))
+        state = seeded_state(shapes[part])
+        save_file(state, folder / part / f"{files[part]}.safetensors", metadata={"format": "pt"})
+    (folder / "scheduler").mkdir()
+    (folder / "scheduler" / "scheduler_config.json").write_text(json.dumps(scheduler))
+    (folder / "model_index.json").write_text(json.dumps(index))
+    write_tokenizer(folder / "tokenizer")
+    return folder
