@@ -22,6 +22,8 @@ from torch import Tensor, nn
 from torch.nn.functional import interpolate, scaled_dot_product_attention, silu
 from torch.utils.checkpoint import checkpoint
 
+from trainer.algorithm.transitions import DDPM
+
 TIME_FREQUENCIES = 128
 
 
@@ -51,8 +53,24 @@ MAR_SIZES: dict[str, MarConfig] = {
 """MAR-B, MAR-L and MAR-H as published (README of LTH14/mar); Harmon-0.5B has the first, Harmon-1.5B the last."""
 
 
-def load_strictly(module: nn.Module, state: Mapping[str, Tensor], source: str) -> None:
+def mar_schedule(steps: int) -> DDPM:
+    """The head's diffusion: epsilon and a learned range of variances, on ``steps`` of 1000 cosine timesteps.
+
+    The timesteps are those that the official code picks: a running sum of 999 / (steps - 1), rounded, whose float error
+    decides between neighbours (499 or 500 in the middle of 21 steps). Raises ValueError unless 2 <= steps <= 1000.
+    """
+    if not 2 <= steps <= 1000:
+        raise ValueError(f"diffusion steps must be between 2 and 1000, got {steps}")
+    position, timesteps = 0.0, []
+    for _ in range(steps):
+        timesteps.append(round(position))
+        position += 999 / (steps - 1)
+    return DDPM(DDPM.cosine(1000).alphas_cumprod, timesteps[::-1], "epsilon", "learned_range")
+
+
+def load_strictly(module: nn.Module, state: Mapping[str, Tensor], source: str, *, assign: bool = False) -> None:
     """Copy ``state`` into ``module``; every key must be there, and no other. ``source`` says where the state is from.
+    ``assign``: the tensors themselves become the parameters, for a module on the meta device.
 
     Raises ValueError naming keys that are missing, not expected or of another shape.
     """
@@ -71,7 +89,7 @@ def load_strictly(module: nn.Module, state: Mapping[str, Tensor], source: str) -
     ]
     if told:
         raise ValueError(f"{source} does not fit {type(module).__name__}: {'; '.join(told)}")
-    module.load_state_dict(dict(state))
+    module.load_state_dict(dict(state), assign=assign)
 
 
 class Attention(nn.Module):
