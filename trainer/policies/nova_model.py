@@ -307,7 +307,8 @@ class DiffusionMLP(nn.Module):
 
     def forward(self, x_QC: Tensor, time_Q: Tensor, condition_QW: Tensor) -> Tensor:
         x = self.patch_embed(x_QC)
-        activated = silu(condition_QW + self.time_cond_embed.time(time_Q))
+        distinct, row_Q = torch.unique(time_Q, return_inverse=True)  # at most T
+        activated = silu(condition_QW + self.time_cond_embed.time(distinct)[row_Q])
         for block in self.blocks:
             x = block(x, activated)
         out: Tensor = self.head(self.norm(x, activated)[0])
