@@ -122,8 +122,6 @@ class PromptEncoder:
         self.folder, self.length, self.width, self.dtype, self.when_done = folder, length, width, dtype, when_done
         tokenizers = _package("transformers").AutoTokenizer
         self.tokenizer = tokenizers.from_pretrained(folder / "tokenizer", local_files_only=True)
-            folder / "tokenizer", local_files_only=True
-        )
         self.encoder: Any = None
         self.known: dict[tuple[int, ...], Tensor] = {}
 
