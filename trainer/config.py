@@ -45,9 +45,10 @@ class PolicyConfig(Section):
     """The image model."""
 
     name: str = Field(default="small", description="model family: the name of a file in trainer/policies")
-    checkpoint: Path | None = Field(
+    checkpoint: str | None = Field(
         default=None,
-        description="weights to start from: a file, or a run's checkpoint folder; none: the family's own",
+        description="weights to start from: a file, a run's or a checkpoint's folder, a folder in the official layout, "
+        "or a hub id that was downloaded; none: those that come with the family",
     )
     ar_steps: Count | None = Field(default=None, description="autoregressive steps K; none: the family's default")
     diffusion_steps: Annotated[int, Field(ge=2)] | None = Field(
@@ -56,7 +57,18 @@ class PolicyConfig(Section):
     guidance: Annotated[float, Field(ge=1)] | None = Field(
         default=None, description="classifier-free guidance scale, 1 = none; none: the family's default"
     )
+    options: dict[str, Any] = Field(default={}, description="what the family alone has: see its file")
+    variance: Literal["recorded", "current"] = Field(
+        default="recorded",
+        description="std in log-probabilities where the head predicts it: the sampling policy's (published) or the "
+        "current one's",
+    )
     device: Literal["auto", "cpu"] = Field(default="auto", description="auto: a GPU if there is one")
+
+    @field_validator("checkpoint", mode="before")
+    @classmethod
+    def _text(cls, value: Any) -> Any:
+        return str(value) if isinstance(value, Path) else value
 
 
 class PromptsConfig(Section):
@@ -324,7 +336,7 @@ class Config(Section):
 class Command(Config):
     """Score a checkpoint on the held-out prompts: means with 95 % intervals by bootstrap over prompts."""
 
-    baseline: Path | None = Field(
+    baseline: str | None = Field(
         default=None, description="another checkpoint: also report the paired difference to it"
     )
     output: Path | None = Field(default=None, description="file for everything as JSON, every score included")

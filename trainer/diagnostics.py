@@ -92,7 +92,7 @@ def group_gradient(
         return torch.zeros(sum(p.numel() for p in parameters), device=values_B.device)
     with torch.enable_grad(), sampler.accelerator.autocast():
         new = sampler.policy.forward(part, ar_step, step.rows, sampler.guided)
-    result = loss(step, new, values_B, counts(part, ar_step, objective, signal_B), 1, objective)
+    result = loss(step, sampler.scored(new), values_B, counts(part, ar_step, objective, signal_B), 1, objective)
     gradients = torch.autograd.grad(result.loss, parameters, allow_unused=True)
     flat = [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, gradients, strict=True)]
     return torch.cat([g.flatten().float() for g in flat])

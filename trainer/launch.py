@@ -14,12 +14,12 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
 from reward_server import options
-from trainer import checkpoints, parts
+from trainer import checkpoints, families, parts
 from trainer.config import Config, UserError
 from trainer.evaluate import TOTAL, Interval, spread
 from trainer.loop import Run, train, training_states
 from trainer.prompts import PromptSampler
-from trainer.report import RunFolder, choose_folder, sha256, versions
+from trainer.report import RunFolder, choose_folder, versions
 from trainer.rewards import RewardClient
 from trainer.rollout import Sampler, build_objective
 
@@ -76,7 +76,7 @@ def settings_of(config: Config) -> dict[str, Any]:
 
 def build(config: Config, accelerator: Accelerator, client: RewardClient, root: Path, stop: Callable[[], bool]) -> Run:
     """Every part of the run, at step 0."""
-    policy, weights = parts.load_policy(config)
+    policy, weights = families.load_policy(config)
     config.check_model(policy.ar_steps, policy.schedule.steps, policy.schedule.stochastic_steps)
     prompts = parts.read_prompts(config.prompts.train, config.prompts.text_key)
     heldout = parts.read_prompts(config.prompts.heldout, config.prompts.text_key)
@@ -87,10 +87,11 @@ def build(config: Config, accelerator: Accelerator, client: RewardClient, root: 
         "versions": versions(),
         "rewards": client.check(),
         "provenance": client.provenance,
-        "base_checkpoint": sha256(weights),
+        "base_checkpoint": families.fingerprint(weights),
     }
-    module = parts.as_module(policy).to(accelerator.device)
-    parameters = parts.freeze(policy, config.algorithm.head)
+    module = families.as_module(policy).to(accelerator.device)
+    families.prepare_prompts(policy, [prompt.text for prompt in [*prompts, *heldout]])
+    parameters = families.freeze(policy, config.algorithm.head)
     reference = copy.deepcopy(policy) if config.algorithm.kl_beta > 0 else None
     optimizer, scheduler = parts.build_optimizer(config, parameters)
     model, prepared = accelerator.prepare(module, optimizer)
@@ -129,7 +130,7 @@ def restore(run: Run, checkpoint: Path | None) -> None:
         loaded = checkpoints.load(
             checkpoint,
             accelerator=run.accelerator,
-            policy=parts.as_module(run.policy),
+            policy=families.as_module(run.policy),
             training=training_states(run),
         )
         if loaded.pending:

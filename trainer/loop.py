@@ -242,7 +242,7 @@ def backward(
         final = is_last and number == micro_batches - 1
         if len(step) == 0 and processes == 1:
             continue  # with several, all of them must take part in every pass
-        old = rollout.old_log_probs.get(f"{ar_step}/{number}")
+        old, old_std = (kinds.get(f"{ar_step}/{number}") for kinds in (rollout.old_log_probs, rollout.old_stds))
         part, step, advantages = used_images(part, step, values_B[images])
         reference = None
         if run.reference is not None:
@@ -253,7 +253,7 @@ def backward(
             new: Gaussian = run.model(part, ar_step, step.rows, run.sampler.guided)
             result = loss(
                 step,
-                new,
+                run.sampler.scored(new, None if old_std is None else old_std[kept]),
                 advantages,
                 denominators,
                 len(rollout.ar_steps),

@@ -21,7 +21,7 @@ from trainer.algorithm.objective import Objective, StepQueries, plan, queries
 from trainer.algorithm.schedule import choose_ar_steps, choose_diffusion_steps, diffusion_step_weights
 from trainer.algorithm.seeds import derive_seed, generator
 from trainer.algorithm.transitions import gaussian_log_prob
-from trainer.algorithm.types import Trajectory
+from trainer.algorithm.types import Gaussian, Trajectory
 from trainer.checkpoints import Pending
 from trainer.config import AlgorithmConfig, Config
 from trainer.evaluate import Flags, Floats, columns, share
@@ -84,13 +84,13 @@ class Sampler:
     def restore(self, pending: Pending) -> Rollout:
         """A rollout as :meth:`Rollout.pending` saved it; images whose scores had not come are sent again."""
         rollout = self._empty(pending.values["index"])
-        groups: dict[str, dict[str, Any]] = {"trajectory": {}, "old": {}, "score": {}, "valid": {}}
+        groups: dict[str, dict[str, Any]] = {"trajectory": {}, "old": {}, "std": {}, "score": {}, "valid": {}}
         for name, tensor in pending.tensors.items():
             group, _, rest = name.partition(":")
             groups[group][rest] = tensor.to(self.accelerator.device)
         rollout.trajectory = Trajectory.from_tensors(groups["trajectory"])
         rollout.uncertain = plan(rollout.trajectory, self.objective)
-        rollout.old_log_probs = groups["old"]
+        rollout.old_log_probs, rollout.old_stds = groups["old"], groups["std"]
         if groups["score"]:
             scores, valid = ({k: v.cpu().numpy() for k, v in groups[g].items()} for g in ("score", "valid"))
             rollout.scores = (scores, valid)
@@ -122,6 +122,13 @@ class Sampler:
             )
             yield number, images, part, rows
 
+    def scored(self, new: Gaussian, recorded_std: Tensor | None = None) -> Gaussian:
+        """The distribution whose log-probabilities count: with ``policy.variance: recorded``, its std is that of the
+        policy that sampled (``recorded_std``; None: the two are the same still), and no gradient goes through it."""
+        if self.config.policy.variance == "current":
+            return new
+        return replace(new, std=new.std.detach() if recorded_std is None else recorded_std)
+
     @property
     def guided(self) -> bool:
         """Whether log-probabilities are computed with classifier-free guidance."""
@@ -148,6 +155,8 @@ class Sampler:
                 with self.accelerator.autocast():
                     gaussian = self.policy.forward(part, ar_step, step.rows, self.guided)
                 rollout.old_log_probs[f"{ar_step}/{number}"] = gaussian_log_prob(step.rows.target, gaussian)
+                if gaussian.std.shape[-1] > 1 and self.config.policy.variance == "recorded":
+                    rollout.old_stds[f"{ar_step}/{number}"] = gaussian.std
 
 
 @dataclass
@@ -165,6 +174,8 @@ class Rollout:
     """(B, N) bool: tokens that MTE applies to"""
     old_log_probs: dict[str, Tensor] = field(default_factory=dict)
     """``AR step/micro-batch`` -> (Q, C); empty when updates are strictly on-policy"""
+    old_stds: dict[str, Tensor] = field(default_factory=dict)
+    """The same of the std, where the head predicts it and ``policy.variance`` is recorded"""
     job: Future[RewardScores] | None = None
     scores: tuple[dict[str, Floats], dict[str, Flags]] | None = None
     """(B,) numbers and validity by name (see :func:`trainer.evaluate.columns`), once received"""
@@ -187,6 +198,7 @@ class Rollout:
         """For a checkpoint. Scores are kept if they have come and none is missing; else the images go out again."""
         tensors = {f"trajectory:{k}": v for k, v in self.trajectory.tensors().items()}
         tensors |= {f"old:{k}": v for k, v in self.old_log_probs.items()}
+        tensors |= {f"std:{k}": v for k, v in self.old_stds.items()}
         if self.job is not None and self.job.done() and self.job.exception() is None:
             self.collect(weights)
         if self.scores is not None and all(valid.all() for valid in self.scores[1].values()):

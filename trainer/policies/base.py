@@ -35,10 +35,14 @@ class Policy(Protocol):
         ...
 
     @classmethod
-    def load(cls, path: Path, *, ar_steps: int = ..., diffusion_steps: int = ..., guidance: float = ...) -> Policy:
-        """Read weights from ``path``, in evaluation mode on the CPU. ``ar_steps`` (K), ``diffusion_steps`` (T) and
-        ``guidance`` (1 = none) have defaults of the family's own. Raises FileNotFoundError, or ValueError if the file
-        is not of this family or a setting does not fit it."""
+    def load(
+        cls, source: str | Path, *, ar_steps: int = ..., diffusion_steps: int = ..., guidance: float = ...
+    ) -> Policy:
+        """Read weights, in evaluation mode on the CPU: a folder in the family's official layout, a hub id (from the
+        local cache), or a file of :meth:`save`. ``ar_steps`` (K), ``diffusion_steps`` (T) and ``guidance`` (1 = none)
+        have defaults of the family's own; further keyword arguments are its ``policy.options``. Raises
+        FileNotFoundError that says how to get what is missing, or ValueError if the weights are not of this family or
+        a setting does not fit them."""
         ...
 
     def save(self, path: Path, note: dict[str, str] | None = None) -> None:

@@ -174,6 +174,7 @@ class SmallPolicy(MaskedPolicy):
     one checkpoint serves any of them.
     """
 
+    schedule: DDPM
     codec_mean: Tensor
     codec_basis: Tensor
     codec_scale: Tensor
@@ -280,8 +281,11 @@ class SmallPolicy(MaskedPolicy):
         temporary.replace(path)
 
     @classmethod
-    def load(cls, path: Path, *, ar_steps: int = 8, diffusion_steps: int = 16, guidance: float = 1.0) -> SmallPolicy:
-        """Read a checkpoint. Raises FileNotFoundError, or ValueError if it is not one of this model."""
+    def load(
+        cls, source: str | Path, *, ar_steps: int = 8, diffusion_steps: int = 16, guidance: float = 1.0
+    ) -> SmallPolicy:
+        """Read a checkpoint's file. Raises FileNotFoundError, or ValueError if it is not one of this model."""
+        path = Path(source)
         if not path.is_file():
             raise FileNotFoundError(f"no checkpoint at {path}; make one with `python trainer/pretrain.py`")
         try:
