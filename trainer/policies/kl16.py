@@ -6,7 +6,7 @@ checkpoint. Images are (B, 3, h, w) in [-1, 1]. The models see latents times :da
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +28,16 @@ class KL16Config:
     """residual blocks of a resolution of the encoder; the decoder has one more"""
     channels: int = 16
     """of the latents"""
+
+    @staticmethod
+    def of(state: Mapping[str, Tensor]) -> KL16Config:
+        """The sizes of a state dict. Raises KeyError naming a key that every autoencoder of this kind has."""
+        width = len(state["encoder.conv_in.bias"])
+        levels = 1 + max(int(key.split(".")[2]) for key in state if key.startswith("encoder.down."))
+        blocks = 1 + max(int(key.split(".")[4]) for key in state if key.startswith("encoder.down.0.block."))
+        outs = [len(state[f"encoder.down.{level}.block.0.conv1.bias"]) for level in range(levels)]
+        multipliers = tuple(out // width for out in outs)
+        return KL16Config(width, multipliers, blocks, len(state["post_quant_conv.bias"]))
 
 
 def _norm(channels: int) -> nn.GroupNorm:

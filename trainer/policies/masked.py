@@ -89,7 +89,7 @@ class MaskedPolicy(nn.Module):
         H, Q, _ = condition_HQW.shape
         time = self.schedule.timesteps.to(x_QC.device)[step_Q]
         time = time.repeat(H) if len(time) == Q else time
-        output = self.head_output(x_QC.repeat(H, 1), time, condition_HQW.flatten(0, 1)).float()
+        output = self.head_output(x_QC.repeat(H, 1), time, condition_HQW.flatten(0, 1)).to(x_QC.dtype)
         if H == 2:
             conditional, unconditional = output.chunk(2)
             mean_part, other_part = conditional[:, : self.channels], unconditional[:, : self.channels]
@@ -152,7 +152,7 @@ class MaskedPolicy(nn.Module):
         full_chains_at: Collection[int] = (),
         full_latents_at: Collection[int] = (),
     ) -> Trajectory:
-        """The rollout of given random numbers: a function of its arguments and the weights alone.
+        """The rollout of given random numbers, in their precision: a function of its arguments and the weights alone.
 
         ``order_BN[b, i]``: the token of image b that comes i-th. ``noise``: (B, N, T+1, C) of each token at the AR
         step that keeps it: [..., 0, :] starts the chain, [..., t + 1, :] is drawn in step t. ``other_noise(k)``: the
@@ -163,7 +163,7 @@ class MaskedPolicy(nn.Module):
         counts = self.tokens_per_step()
         kept_at = predicted_at(order_BN, counts)
         context = self.context(prompt_ids, True)
-        tokens, chain = torch.zeros(B, N, C, device=device), torch.zeros(B, N, T + 1, C, device=device)
+        tokens, chain = noise_BNTC.new_zeros(B, N, C), torch.zeros_like(noise_BNTC)
         image_B1 = torch.arange(B, device=device)[:, None]
         stitched: Tensor | None = None
         full_chains, full_latents = {}, {}
