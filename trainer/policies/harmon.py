@@ -13,7 +13,7 @@ import json
 import logging
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -182,6 +182,7 @@ class HarmonPolicy(MaskedPolicy):
         ar_steps: int = 64,
         diffusion_steps: int = 25,
         guidance: float = 3.0,
+        base: str | None = None,
         image_size: int = 512,
         prompt_tokens: int = 128,
         frozen_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16",
@@ -189,19 +190,18 @@ class HarmonPolicy(MaskedPolicy):
     ) -> HarmonPolicy:
         """Read ``source``: a checkpoint's folder, its hub id (from the local cache), or a file of :meth:`save`.
 
-        ``image_size``: side in pixels; position embeddings are interpolated from the 256 px that they were trained at.
-        ``prompt_tokens``: the most that a prompt may take, template included. ``frozen_dtype``: of language model,
-        projections and autoencoder. ``activation_checkpointing``: recompute the blocks' activations, MAR's and the
-        language model's, in the backward pass. MAR is float32. Logs a warning that tells the licence.
-        Raises FileNotFoundError with the command that helps, or ValueError for what does not fit.
+        ``base``: the checkpoint of the frozen parts, in place of the one that a saved file names. ``image_size``: side
+        in pixels; position embeddings are interpolated from those of 256 px. ``prompt_tokens``: the most that a prompt
+        may take, template included. ``frozen_dtype``: of language model, projections and autoencoder; MAR is
+        float32. ``activation_checkpointing``: recompute the blocks' activations, MAR's and the language model's, in
+        the backward pass. Logs a warning that tells the licence. Raises FileNotFoundError with the command that helps,
+        or ValueError for what does not fit.
         """
         dtype = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}.get(frozen_dtype)
         if dtype is None:
             raise ValueError(f"policy.options.frozen_dtype must be bfloat16, float16 or float32, not {frozen_dtype!r}")
-        trained: dict[str, Tensor] | None = None
-        base = str(source)
-        if Path(source).is_file():
-            trained, base = _read_saved(Path(source))
+        trained, named = _read_saved(Path(source)) if Path(source).is_file() else (None, str(source))
+        base = base or named
         folder = checkpoint_folder(base)
         content = read_config(folder)
         config = HarmonConfig.from_json(content, str(folder / "config.json"))
@@ -214,23 +214,19 @@ class HarmonPolicy(MaskedPolicy):
                 guidance=guidance,
                 image_size=image_size,
             )
-        policy.origin = {"config": content, "base": base}
+        policy.origin = {"config": content, "base": str(folder.resolve()) if Path(base).is_dir() else base}
         state = without_output_layer(read_weights(folder), bool(policy.frozen.llm.config.tie_word_embeddings))
-        mar = {k: v for k, v in state.items() if k.startswith("mar.")}
         rest = {k: v.to(dtype) for k, v in state.items() if not k.startswith("mar.")}
         load_strictly(policy.frozen, rest, str(folder), assign=True)
-        _own_float32(policy, mar if trained is None else trained, str(source))
+        mar = {k: v for k, v in state.items() if k.startswith("mar.")} if trained is None else trained
+        copies = {k: v.to(torch.float32, copy=True) for k, v in mar.items()}  # the file may be mapped
+        load_strictly(policy, copies, str(source), assign=True)
         policy.frozen.llm.renew_buffers()
         policy.frozen.requires_grad_(False).eval()
         policy.frozen.llm.activation_checkpointing = activation_checkpointing
         policy.mar.activation_checkpointing = activation_checkpointing
         log.warning("Harmon's code and weights (%s) are under the %s", base, LICENCE)
         return policy.eval()
-
-
-def _own_float32(policy: HarmonPolicy, state: Mapping[str, Tensor], source: str) -> None:
-    """Copies, since a mapped file must not be trained in place."""
-    load_strictly(policy, {k: v.float().clone() for k, v in state.items()}, source, assign=True)
 
 
 def checkpoint_folder(source: str) -> Path:

@@ -84,12 +84,16 @@ class PromptEncoder:
     """
 
     def __init__(self, folder: Path, limit: int) -> None:
+        if not (folder / "tokenizer.json").is_file() and not (folder / "vocab.json").is_file():
+            raise FileNotFoundError(f"{folder} holds no tokenizer: neither tokenizer.json nor vocab.json")
         try:
             self.tokenizer = Qwen2Tokenizer.from_pretrained(str(folder), local_files_only=True)
         except (OSError, ValueError, TypeError) as error:
-            raise FileNotFoundError(f"{folder} holds no tokenizer of Qwen2 that can be read: {error}") from error
+            raise ValueError(f"the tokenizer in {folder} cannot be read: {error}") from error
         self.limit = limit
         self.null_ids: list[int] = self.tokenizer.encode(TURN.format(NULL_PROMPT))
+        if any(len(self.tokenizer.encode(mark)) != 1 for mark in ("<|im_start|>", "<|im_end|>")):
+            raise ValueError(f"the tokenizer in {folder} is not Qwen's: it does not know the marks of a turn")
 
     def __call__(self, prompts: Sequence[str]) -> Tensor:
         """(B, limit) int64, padded with :data:`PAD`. Raises ValueError naming the first prompt that is too long."""
