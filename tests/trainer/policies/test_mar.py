@@ -151,7 +151,7 @@ def test_images(policy):
 
 
 def test_an_image_does_not_depend_on_its_batch():
-    policy = tiny.tiny_mar(calm=True)
+    policy = tiny.calm(tiny.tiny_mar())
     both = policy.rollout(["4", "1"], [7, 8])
     alone = policy.rollout(["1"], [8])
     torch.testing.assert_close(both.tokens[1:], alone.tokens, rtol=0, atol=1e-4)
