@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,7 +27,7 @@ from trainer.algorithm.schedule import tokens_per_ar_step
 from trainer.algorithm.transitions import Schedule
 from trainer.policies.masked import MaskedPolicy
 from trainer.policies.nova_model import NovaConfig, NovaTransformer
-from trainer.policies.nova_parts import ImageDecoder, PromptEncoder, read_json, read_schedule, read_weights
+from trainer.policies.nova_parts import WEIGHTS, ImageDecoder, PromptEncoder, read_json, read_schedule, read_weights
 
 LICENCE = "Apache-2.0"
 HEAD = "image_decoder."
@@ -154,6 +155,21 @@ class NovaPolicy(MaskedPolicy):
         temporary = path.with_suffix(".partial")
         save_file({k: v.cpu().contiguous() for k, v in self.transformer.state_dict().items()}, temporary, metadata)
         temporary.replace(path)
+
+    def export(self, folder: Path) -> None:
+        """Write a pipeline in the official layout: the transformer's weights, and copies of the other parts' files.
+
+        Raises ValueError if the folder is there and not empty.
+        """
+        if folder.exists() and any(folder.iterdir()):
+            raise ValueError(f"{folder} is not empty")
+        source = pipeline_folder(self.base)
+        transformer = source / "transformer"
+        shutil.copytree(source, folder, dirs_exist_ok=True, ignore=lambda at, _: ["transformer"] * (at == str(source)))
+        (folder / "transformer").mkdir()
+        shutil.copy(transformer / "config.json", folder / "transformer" / "config.json")
+        state = {name: value.cpu().contiguous() for name, value in self.transformer.state_dict().items()}
+        save_file(state, folder / "transformer" / f"{WEIGHTS}.safetensors", {"format": "pt"})
 
     @classmethod
     def load(

@@ -24,6 +24,8 @@ NO_TOKEN = -1
 TEXT_BATCH, VAE_BATCH = 32, 4
 """Prompts and images that go through the frozen parts at once: bounds their memory."""
 TEXT_KEPT = 4096
+WEIGHTS = "diffusion_pytorch_model"
+"""The name of a part's weights file, less its ending."""
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -64,9 +66,14 @@ def _flow_sigmas(config: dict[str, Any], total: int, steps: int) -> Tensor:
     if config.get("use_dynamic_shifting"):
         raise ValueError("use_dynamic_shifting is not supported")
     shift = float(config.get("shift", 1.0))
-    smallest = shift / total / (1 + (shift - 1) / total)
-    even = torch.linspace(1, smallest, steps, dtype=torch.float64)
-    return torch.cat([shift * even / (1 + (shift - 1) * even), torch.zeros(1, dtype=torch.float64)])
+
+    def shifted(sigma: Tensor) -> Tensor:
+        return shift * sigma / (1 + (shift - 1) * sigma)
+
+    # in float32, as the scheduler computes them: the head's time is a thousand times as sensitive to rounding
+    first, last = (float(shifted(torch.tensor(t / total))) * total for t in (total, 1))
+    even = torch.linspace(first, last, steps, dtype=torch.float64).float() / total
+    return torch.cat([shifted(even), torch.zeros(1)])
 
 
 def _ddpm(config: dict[str, Any], total: int, steps: int) -> DDPM:
@@ -101,13 +108,6 @@ def _ddpm(config: dict[str, Any], total: int, steps: int) -> DDPM:
     return DDPM((1 - betas).cumprod(0), timesteps, predictions[prediction], variances[variance])
 
 
-def _package(name: str) -> Any:
-    try:
-        return import_module(name)
-    except ImportError as error:
-        raise ValueError(f"NOVA needs the package {name}: pip install 'mar-grpo[nova]'") from error
-
-
 class PromptEncoder:
     """Prompts to the last hidden states of Phi, embedded once per distinct prompt and kept on the CPU.
 
@@ -120,7 +120,7 @@ class PromptEncoder:
         self, folder: Path, length: int, width: int, dtype: torch.dtype, when_done: Literal["unload", "keep"]
     ) -> None:
         self.folder, self.length, self.width, self.dtype, self.when_done = folder, length, width, dtype, when_done
-        tokenizers = _package("transformers").AutoTokenizer
+        tokenizers = import_module("transformers").AutoTokenizer
         self.tokenizer = tokenizers.from_pretrained(folder / "tokenizer", local_files_only=True)
         self.encoder: Any = None
         self.known: dict[tuple[int, ...], Tensor] = {}
@@ -162,7 +162,7 @@ class PromptEncoder:
 
 def _load_phi(folder: Path, dtype: torch.dtype) -> Any:
     """transformers' Phi from the weights of NOVA's own wrapper, whose language-model head is left out."""
-    transformers = _package("transformers")
+    transformers = import_module("transformers")
     state = {name.removeprefix("model."): value for name, value in read_weights(folder, dtype).items()}
     state = {name: value for name, value in state.items() if not name.startswith("lm_head.")}
     config = transformers.PhiConfig.from_pretrained(folder, local_files_only=True)
@@ -177,7 +177,7 @@ class ImageDecoder:
     """The VAE: latents to pixels."""
 
     def __init__(self, folder: Path, dtype: torch.dtype) -> None:
-        self.vae, report = _package("diffusers").AutoencoderKL.from_pretrained(
+        self.vae, report = import_module("diffusers").AutoencoderKL.from_pretrained(
             folder / "vae", torch_dtype=dtype, output_loading_info=True, local_files_only=True
         )
         _check_keys(folder / "vae", report["missing_keys"], report["unexpected_keys"])
@@ -211,7 +211,7 @@ def _check_keys(folder: Path, missing: Sequence[str], unexpected: Sequence[str])
 def read_weights(folder: Path, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     """The state dict of a part: its one weights file, or all shards; safetensors before pickles, which are opened
     with ``weights_only``. Raises FileNotFoundError if there is none."""
-    stems = ("diffusion_pytorch_model", "model", "pytorch_model")
+    stems = (WEIGHTS, "model", "pytorch_model")
     for suffix in ("safetensors", "bin"):
         for stem in stems:
             whole = folder / f"{stem}.{suffix}"

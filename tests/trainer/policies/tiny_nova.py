@@ -5,8 +5,12 @@ these weights, not the weights. ``fixtures/nova/make.py`` uses this module, too:
 trainer nor any of the official code.
 """
 
+import hashlib
 import json
+import math
+import re
 import zlib
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -29,8 +33,8 @@ ROTARY = TRANSFORMER | {"rotary_pos_embed": True, "arch": ["vit_d2w32h1", "vit_d
 DDPM = {
     "_class_name": "DDPMScheduler",
     "num_train_timesteps": 1000,
-    "beta_start": 0.00085,
-    "beta_end": 0.012,
+    "beta_start": 0.0001,  # milder than the official ones: a random head would blow up the latents,
+    "beta_end": 0.002,  # and rounding with them
     "beta_schedule": "scaled_linear",
     "prediction_type": "epsilon",
     "variance_type": "fixed_small",
@@ -66,6 +70,22 @@ PHI = {
     "eos_token_id": 256,
     "torch_dtype": "float32",
 }
+OFFICIAL = {
+    name: TRANSFORMER
+    | {
+        "image_size": [pixels, pixels],
+        "text_token_dim": 2560,
+        "text_token_len": 256,
+        "video_base_size": [1, pixels // 32, pixels // 32],
+        "image_base_size": [pixels // 16, pixels // 16],
+        "arch": [f"vit_d16w{width}", f"vit_d32w{width}", f"mlp_d6w{width}"],
+    }
+    for name, pixels, width in (
+        ("nova-d48w1024-sd512", 512, 1024),
+        ("nova-d48w768-sdxl1024", 1024, 768),
+        ("nova-d48w1536-sdxl1024", 1024, 1536),
+    )
+}
 PROMPTS = ["a red cat", "two dogs left of a very long blue table"]  # the second is longer than 12 tokens
 
 
@@ -75,12 +95,14 @@ def seeded(name, *shape):
 
 
 def seeded_state(shapes):
-    """name -> shape to name -> weights: matrices keep their input's scale, norms are near one, biases near zero."""
+    """name -> shape to name -> weights: matrices keep their input's scale (but for the
+    head's last), norms are near one, biases near zero."""
     state = {}
     for name, shape in shapes.items():
         noise = seeded(name, *shape)
         if len(shape) > 1:
-            state[name] = noise * (1.2 / np.sqrt(np.prod(shape[1:])))
+            gain = 0.3 if name.endswith(".head.weight") else 1.0
+            state[name] = noise * (gain / np.sqrt(np.prod(shape[1:])))
         else:
             state[name] = noise * 0.1 + (1.0 if "norm" in name and name.endswith("weight") else 0.0)
     return state
@@ -88,6 +110,18 @@ def seeded_state(shapes):
 
 def shapes_of(module):
     return {name: tuple(value.shape) for name, value in module.state_dict().items()}
+
+
+def summary(shapes):
+    """How many tensors and numbers, a hash of all names and shapes, and the shapes with layers counted."""
+    lines = [f"{name} {list(shape)}" for name, shape in sorted(shapes.items())]
+    patterns = Counter(re.sub(r"blocks\.\d+", "blocks.*", line) for line in lines)
+    return {
+        "tensors": len(lines),
+        "numbers": sum(math.prod(shape) for shape in shapes.values()),
+        "sha256": hashlib.sha256("\n".join(lines).encode()).hexdigest(),
+        "patterns": dict(sorted(patterns.items())),
+    }
 
 
 def write_tokenizer(folder):
@@ -128,3 +162,18 @@ def write_pipeline(folder: Path, shapes, transformer=TRANSFORMER, scheduler=DDPM
     (folder / "model_index.json").write_text(json.dumps(index))
     write_tokenizer(folder / "tokenizer")
     return folder
+
+
+def our_shapes(transformer=TRANSFORMER):
+    """Part -> name -> shape of the modules that the trainer reads: the official ones, by a test."""
+    from diffusers import AutoencoderKL
+    from transformers import PhiConfig, PhiModel
+
+    from trainer.policies.nova_model import NovaConfig, NovaTransformer
+
+    phi = PhiModel(PhiConfig(**{k: v for k, v in PHI.items() if k != "architectures"}))
+    text = {f"model.{name}": shape for name, shape in shapes_of(phi).items()}
+    text |= {"lm_head.weight": (PHI["vocab_size"], PHI["hidden_size"]), "lm_head.bias": (PHI["vocab_size"],)}
+    vae = AutoencoderKL(**{k: v for k, v in VAE.items() if not k.startswith("_")})
+    model = NovaTransformer(NovaConfig.read(transformer))
+    return {"transformer": shapes_of(model), "vae": shapes_of(vae), "text_encoder": text}
