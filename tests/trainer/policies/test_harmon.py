@@ -9,16 +9,19 @@ import json
 import logging
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from reward_server import options
 from tests.trainer.policies.tiny_harmon import FIXTURES, tiny_harmon, tiny_state, write_checkpoint
 from trainer.algorithm.transitions import gaussian_log_prob
 from trainer.algorithm.types import Queries
-from trainer.families import freeze
+from trainer.config import ALIASES, ENV_PREFIX, Config
+from trainer.families import freeze, load_arguments
 from trainer.policies import harmon_model, mar_parts
 from trainer.policies.harmon import HarmonPolicy
 from trainer.policies.harmon_model import PAD, HarmonConfig
@@ -398,3 +401,18 @@ def test_export_writes_the_official_layout_and_reads_back(folder, tmp_path):
     assert sorted(f.name for f in folder.iterdir()) == sorted(f.name for f in (tmp_path / "out").iterdir())
     again = tiny_harmon(tmp_path / "out")
     assert all(torch.equal(v, policy.state_dict()[k]) for k, v in again.state_dict().items())
+
+
+def test_the_configuration_names_what_the_policy_takes():
+    file = Path(__file__).parents[3] / "configs" / "train" / "harmon.yaml"
+    config = options.load(
+        Config, ("--config", str(file)), prog="run", description="", env_prefix=ENV_PREFIX, aliases=ALIASES
+    )
+    assert load_arguments(config.policy) == {
+        "ar_steps": 64,
+        "diffusion_steps": 25,
+        "guidance": 3.0,
+        "image_size": 512,
+        "frozen_dtype": "bfloat16",
+        "activation_checkpointing": True,
+    }
