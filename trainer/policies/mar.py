@@ -23,7 +23,15 @@ from torch import Tensor, nn
 
 from trainer.policies.base import Policy
 from trainer.policies.kl16 import KL16
-from trainer.policies.mar_files import folder_of, mar_config, model_file, read_kl16, read_state, vae_file
+from trainer.policies.mar_files import (
+    folder_of,
+    mar_config,
+    model_file,
+    read_kl16,
+    read_state,
+    vae_file,
+    write_official,
+)
 from trainer.policies.mar_parts import Mar, MarConfig, known_index, load_strictly, mar_schedule
 from trainer.policies.masked import MaskedPolicy
 
@@ -163,6 +171,15 @@ class MarPolicy(MaskedPolicy):
         save_file(state, temporary, {"mar": json.dumps(about)})
         temporary.replace(path)
 
+    def export(self, folder: Path) -> None:
+        """Write ``checkpoint-last.pth`` and ``kl16.ckpt``, which the official code reads; :meth:`load`, too.
+
+        Raises ValueError if the folder is there and not empty.
+        """
+        if folder.exists() and any(folder.iterdir()):
+            raise ValueError(f"{folder} is not empty")
+        write_official(self.mar, self.vae, folder)
+
     @classmethod
     def load(
         cls,
@@ -186,13 +203,13 @@ class MarPolicy(MaskedPolicy):
         found = folder_of(str(source))
         path = model_file(found, size) if found.is_dir() else found
         state, about = read_state(path)
-        config = mar_config(state, str(path)) if about is None else MarConfig(**about["config"])
+        config = MarConfig(**about["config"]) if "config" in about else mar_config(state, str(path))
         with torch.device("meta"):
             mar = Mar(config)
         copies = {key: value.to(torch.float32, copy=True) for key, value in state.items()}  # the file may be mapped
         load_strictly(mar, copies, str(path), assign=True)
         mar.activation_checkpointing = activation_checkpointing
-        base = str(vae or (source if about is None else about["base"]))
+        base = str(vae or about.get("base", source))
         vae_path = vae_file(folder_of(base))
         policy = cls(
             mar,

@@ -14,7 +14,7 @@ import pickle
 import re
 import zipfile
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from trainer.policies.kl16 import KL16, KL16Config
-from trainer.policies.mar_parts import MAR_SIZES, MarConfig, load_strictly
+from trainer.policies.mar_parts import MAR_SIZES, Mar, MarConfig, load_strictly
 
 GET_OFFICIAL = (
     "the official weights (MIT) are fetched by `python util/download.py` in a clone of github.com/LTH14/mar, which "
@@ -99,20 +99,20 @@ def vae_file(source: Path) -> Path:
     )
 
 
-def read_state(path: Path) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
-    """A checkpoint's weights, the moving average where there is one, and what :meth:`MarPolicy.save` wrote beside them
-    (None: not one of ours). Nothing but tensors, plain containers and an ``argparse.Namespace`` is unpickled.
+def read_state(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """A checkpoint's weights, the moving average where there is one, and what a file of ours says of them: ``config``
+    and, if saved during a run, ``base``. Nothing but tensors, plain containers and ``argparse.Namespace`` is unpickled.
 
     Raises ValueError if the file is not such a checkpoint.
     """
     if path.suffix == ".safetensors":
         try:
             with safe_open(path, framework="pt") as file:
-                about = (file.metadata() or {}).get("mar")
+                about: dict[str, Any] = json.loads((file.metadata() or {}).get("mar", "{}"))
                 state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except SafetensorError as error:
             raise ValueError(f"{path} is not a safetensors file: {error}") from error
-        return state, None if about is None else json.loads(about)
+        return state, about
     try:
         with torch.serialization.safe_globals([argparse.Namespace]):
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
@@ -120,8 +120,17 @@ def read_state(path: Path) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
         raise ValueError(f"{path} is not a checkpoint that can be read safely: {error}") from error
     for key in ("model_ema", "model"):
         if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
-            return dict(content[key]), None
+            return dict(content[key]), {"config": content["config"]} if "config" in content else {}
     raise ValueError(f"{path} is not a checkpoint of MAR: it has neither model_ema nor model")
+
+
+def write_official(mar: Mar, vae: KL16, folder: Path) -> None:
+    """Both checkpoints in the official form, in one folder. Official code passes over ``config``, which tells the
+    number of attention heads where no published model has the width."""
+    folder.mkdir(parents=True, exist_ok=True)
+    state, vae_state = ({key: value.cpu() for key, value in m.state_dict().items()} for m in (mar, vae))
+    torch.save({"model": state, "model_ema": state, "config": asdict(mar.config)}, folder / "checkpoint-last.pth")
+    torch.save({"model": vae_state}, folder / "kl16.ckpt")
 
 
 def mar_config(state: Mapping[str, Tensor], source: str) -> MarConfig:

@@ -10,13 +10,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from reward_server import options
 from tests.trainer.policies import tiny_mar as tiny
 from trainer.algorithm.transitions import gaussian_log_prob
 from trainer.algorithm.types import Queries
+from trainer.config import ALIASES, ENV_PREFIX, Config
+from trainer.families import load_arguments
 from trainer.policies import mar_files
 from trainer.policies.kl16 import KL16
 from trainer.policies.mar import MarPolicy, class_index, imagenet_classes
 from trainer.policies.mar_parts import MAR_SIZES, Mar, MarConfig, known_index, mar_schedule
+from trainer.prompts import load_prompts
 
 FIXTURES = Path(__file__).parent / "fixtures" / "mar"
 CLASSES = torch.tensor([[4], [1]])
@@ -242,6 +246,15 @@ def test_what_is_saved_is_loaded(official, policy, tmp_path):
     assert same(MarPolicy.load(run, ar_steps=5, vae=tmp_path / "kl16.ckpt"), loaded)
 
 
+def test_what_is_exported_is_in_the_official_form_and_loads(policy, tmp_path):
+    policy.export(tmp_path / "out")
+    assert same(MarPolicy.load(tmp_path / "out", ar_steps=5, diffusion_steps=6), policy)
+    content = torch.load(tmp_path / "out" / "checkpoint-last.pth", weights_only=True)
+    assert content["model"].keys() == content["model_ema"].keys() == policy.mar.state_dict().keys()
+    with pytest.raises(ValueError, match="out is not empty"):
+        policy.export(tmp_path / "out")
+
+
 def test_the_conversion_to_safetensors_is_read(policy, tmp_path, monkeypatch):
     monkeypatch.setitem(mar_files.MAR_SIZES, "base", MarConfig(**tiny.MAR))
     save_file(policy.mar.state_dict(), tmp_path / "mar-base.safetensors")
@@ -316,3 +329,15 @@ def test_one_known_token_more_is_another_condition(policy):
     assert known_index(known).tolist() == [[0, 1, 2, 3, 4]] * 2
     assert torch.equal(z[:, 1], other[:, 1])
     assert (z[:, 0] - other[:, 0]).abs().amax(-1).min() > 0
+
+
+def test_the_configuration_fits_the_family():
+    arguments = ["--config", "configs/train/mar.yaml"]
+    config = options.load(Config, arguments, prog="run", description="", env_prefix=ENV_PREFIX, aliases=ALIASES)
+    arguments = load_arguments(config.policy)
+    assert arguments == {"ar_steps": 64, "diffusion_steps": 25, "guidance": 2.9, "size": "base"} | {
+        "guidance_schedule": "linear",
+        "activation_checkpointing": False,
+    }
+    names = [prompt.text for prompt in load_prompts(config.prompts.train)]
+    assert [class_index(name, 1000) for name in names] == list(range(1000))
