@@ -105,6 +105,19 @@ def test_the_heads_output_equals_the_official_one(policy, expected):
     torch.testing.assert_close(output, expected["head_out"], **CLOSE)
 
 
+def test_the_head_stays_in_float32_under_autocast_unless_told(folder, expected):
+    z, x, time = expected["head_z"], expected["head_x"], expected["head_time"]
+    outputs = {}
+    for precision in ("float32", "autocast"):
+        policy = tiny_harmon(folder, head_precision=precision)
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            outputs[precision] = policy.head_output(x, time, policy.head_condition(z.bfloat16()))
+    with torch.no_grad():
+        exact = policy.head_output(x, time, policy.head_condition(z.bfloat16().float()))
+    assert torch.equal(outputs["float32"], exact)
+    assert 0.001 < float((outputs["autocast"].float() - exact).abs().max()) < 0.5
+
+
 @pytest.mark.parametrize("steps", [5, 25, 100])
 def test_the_schedule_is_the_official_respacing(steps):
     theirs = json.loads((FIXTURES / "schedules.json").read_text())[str(steps)]
@@ -310,6 +323,7 @@ def test_weights_that_do_not_fit_are_named(tmp_path, change, words):
     [
         ({"image_size": 100}, "image_size must be a multiple of 16, not 100"),
         ({"frozen_dtype": "int8"}, "frozen_dtype must be bfloat16, float16 or float32, not 'int8'"),
+        ({"head_precision": "half"}, "head_precision must be float32 or autocast, not 'half'"),
         ({"ar_steps": 37}, "37 AR steps cannot each predict at least one of 36 tokens"),
         ({"diffusion_steps": 1}, "diffusion steps must be between 2 and 1000, got 1"),
     ],
