@@ -202,6 +202,9 @@ class TrainConfig(Section):
     )
     micro_batch: Count = Field(default=64, description="images per backward pass and process (bounds memory)")
     rollout_batch: Count = Field(default=128, description="images sampled at once per process (bounds memory)")
+    offload_rollouts: bool = Field(
+        default=False, description="keep rollouts in the CPU's (pinned) memory; micro-batches go to the device"
+    )
     learning_rate: Annotated[float, Field(gt=0)] = Field(default=2e-6, description="peak learning rate")
     betas: tuple[Fraction, Fraction] = Field(default=(0.9, 0.999), description="AdamW's betas")
     weight_decay: Annotated[float, Field(ge=0)] = Field(default=0.0, description="AdamW's weight decay")

@@ -47,11 +47,11 @@ def measure_signal(
         total = torch.zeros(sum(p.numel() for p in parameters), device=accelerator.device)
         squares = torch.zeros(1, device=accelerator.device)
         for group in groups:
-            part = rollout.trajectory.select(group)
             gradient = torch.zeros_like(total)
             for ar_step in ar_steps:
+                part, uncertain = sampler.part(rollout, group, ar_step)
                 gradient += group_gradient(
-                    sampler, objective, part, ar_step, diffusion_step, rollout.uncertain[group],
+                    sampler, objective, part, ar_step, diffusion_step, uncertain,
                     rollout.seeds[group], values_B[group], signal_B[group], parameters,
                 ) / len(ar_steps)  # fmt: skip
             total += gradient

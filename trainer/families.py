@@ -5,6 +5,7 @@ The family NAME is the class NamePolicy of ``trainer/policies/name.py``.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import importlib
 import inspect
@@ -159,6 +160,15 @@ def freeze(policy: Policy, head: str) -> list[nn.Parameter]:
     for parameter in chosen:
         parameter.requires_grad_(True)
     return chosen
+
+
+def reference_of(policy: Policy) -> Policy:
+    """The policy as it is now, frozen: a copy of what is trained, which shares all other weights with it."""
+    module = as_module(policy)
+    shared = [p for p in module.parameters() if not p.requires_grad] + list(module.buffers())
+    reference = copy.deepcopy(policy, {id(tensor): tensor for tensor in shared})
+    as_module(reference).requires_grad_(False)
+    return reference
 
 
 def prepare_prompts(policy: Policy, prompts: list[str]) -> None:

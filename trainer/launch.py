@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import sys
 from collections import deque
 from collections.abc import Callable
@@ -92,7 +91,7 @@ def build(config: Config, accelerator: Accelerator, client: RewardClient, root: 
     module = families.as_module(policy).to(accelerator.device)
     families.prepare_prompts(policy, [prompt.text for prompt in [*prompts, *heldout]])
     parameters = families.freeze(policy, config.algorithm.head)
-    reference = copy.deepcopy(policy) if config.algorithm.kl_beta > 0 else None
+    reference = families.reference_of(policy) if config.algorithm.kl_beta > 0 else None
     optimizer, scheduler = parts.build_optimizer(config, parameters)
     model, prepared = accelerator.prepare(module, optimizer)
     sampler = Sampler(

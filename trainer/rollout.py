@@ -67,9 +67,9 @@ class Sampler:
                 )
                 if extra:
                     part = replace(part, extra_chains=self.policy.extra_trajectories(part, extra, seeds))
-                parts.append(part)
-        rollout.trajectory = Trajectory.cat(parts)
-        rollout.uncertain = plan(rollout.trajectory, self.objective)
+                part = replace(part, stitched=part.stitched[..., :0])  # has served: extra trajectories start from it
+                parts.append(part.to(self.home))
+        self.keep(rollout, Trajectory.cat(parts))
         self.submit(rollout)
         if self.config.off_policy:
             self._record_log_probs(rollout)
@@ -77,9 +77,28 @@ class Sampler:
 
     def submit(self, rollout: Rollout) -> None:
         """Send the images to the reward server; their scores are computed while this process goes on."""
-        images = self.policy.decode(rollout.trajectory.tokens)
+        batch, tokens = self.config.train.rollout_batch, rollout.trajectory.tokens
+        parts = [tokens[i : i + batch].to(self.accelerator.device) for i in range(0, len(tokens), batch)]
+        images = np.concatenate([self.policy.decode(part) for part in parts])
         texts = [p.text for p in rollout.prompts]
         rollout.job = self.client.submit(images, texts, [p.metadata for p in rollout.prompts])
+
+    @property
+    def home(self) -> torch.device:
+        """Where rollouts wait."""
+        return torch.device("cpu") if self.config.train.offload_rollouts else self.accelerator.device
+
+    def keep(self, rollout: Rollout, trajectory: Trajectory) -> None:
+        """Let the rollout have its trajectory, and choose the tokens that MTE applies to."""
+        pin = self.home.type == "cpu" and self.accelerator.device.type == "cuda"
+        rollout.trajectory = trajectory.pinned() if pin else trajectory
+        rollout.uncertain = plan(rollout.trajectory, self.objective)
+
+    def part(self, rollout: Rollout, images: slice, ar_step: int) -> tuple[Trajectory, Tensor]:
+        """What scoring some images at an AR step reads, on the device: their trajectory and their uncertain tokens."""
+        device = self.accelerator.device
+        trajectory = rollout.trajectory.at(ar_step).select(images)
+        return trajectory.to(device), rollout.uncertain[images].to(device)
 
     def restore(self, pending: Pending) -> Rollout:
         """A rollout as :meth:`Rollout.pending` saved it; images whose scores had not come are sent again."""
@@ -88,8 +107,7 @@ class Sampler:
         for name, tensor in pending.tensors.items():
             group, _, rest = name.partition(":")
             groups[group][rest] = tensor.to(self.accelerator.device)
-        rollout.trajectory = Trajectory.from_tensors(groups["trajectory"])
-        rollout.uncertain = plan(rollout.trajectory, self.objective)
+        self.keep(rollout, Trajectory.from_tensors(groups["trajectory"]).to(self.home))
         rollout.old_log_probs, rollout.old_stds = groups["old"], groups["std"]
         if groups["score"]:
             scores, valid = ({k: v.cpu().numpy() for k, v in groups[g].items()} for g in ("score", "valid"))
@@ -109,12 +127,12 @@ class Sampler:
         weights = self.step_weights()
         for number, start in enumerate(range(0, len(rollout.seeds), train.micro_batch)):
             images = slice(start, start + train.micro_batch)
-            part = rollout.trajectory.select(images)
+            part, uncertain = self.part(rollout, images, ar_step)
             rows = queries(
                 part,
                 ar_step,
                 steps,
-                rollout.uncertain[images],
+                uncertain,
                 self.objective,
                 schedule=schedule,
                 step_weights_T=weights,

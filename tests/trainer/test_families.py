@@ -120,3 +120,20 @@ def test_prompts_are_prepared_where_a_family_can():
     policy.prepare_prompts = seen.extend
     families.prepare_prompts(policy, ["a", "b"])
     assert seen == ["a", "b"]
+
+
+def test_the_reference_shares_what_is_not_trained_and_keeps_the_rest():
+    policy, _ = families.load_policy(Config())
+    trained = families.freeze(policy, "frozen")
+    reference = families.reference_of(policy)
+    assert not any(p.requires_grad for p in reference.parameters())
+    one, two = (dict(p.state_dict(keep_vars=True)) for p in (policy, reference))
+    assert one.keys() == two.keys()
+    shared = {name for name in one if one[name] is two[name]}
+    assert shared == {name for name in one if not name.startswith("backbone.")}  # the frozen head and the codec
+    before = two["backbone.mask_token"].clone()
+    with torch.no_grad():
+        for parameter in trained:
+            parameter += 1
+    assert torch.equal(two["backbone.mask_token"], before)
+    assert all(p.requires_grad for p in trained)
