@@ -182,20 +182,26 @@ class NovaPolicy(MaskedPolicy):
         base: str | None = None,
         text_encoder: Literal["unload", "keep"] = "unload",
         frozen_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16",
-        checkpointing: bool = False,
+        activation_checkpointing: bool = False,
         flow_noise: float = 0.7,
     ) -> NovaPolicy:
         """Read ``source``: a pipeline's folder, its hub id (from the local cache), or a file of :meth:`save`.
 
         ``base``: the pipeline of the frozen parts, in place of the one that a saved file names. ``text_encoder``:
-        :class:`PromptEncoder`. ``frozen_dtype``: of text encoder and VAE. ``checkpointing``: recompute the blocks'
-        activations in the backward pass. ``flow_noise``: the SDE's noise level (flow matching only).
+        :class:`PromptEncoder`. ``frozen_dtype``: of text encoder and VAE. ``activation_checkpointing``: recompute the
+        blocks in the backward pass. ``flow_noise``: the SDE's noise level (flow matching only).
         Raises FileNotFoundError with the command that helps, or ValueError for weights that do not fit.
         """
         if Path(source).is_file():
             state, about = _read_saved(Path(source))
-            base = base or str(about["base"])
-            folder, config = pipeline_folder(base), about["config"]
+            config, base = about["config"], base or str(about["base"])
+            try:
+                folder = pipeline_folder(base)
+            except FileNotFoundError as error:
+                raise FileNotFoundError(
+                    f"{source} holds the transformer alone, and the pipeline that it names for the rest is not there: "
+                    f"{error}; or set policy.options.base"
+                ) from error
         else:
             base = base or str(source)
             folder = pipeline_folder(base)
@@ -209,7 +215,7 @@ class NovaPolicy(MaskedPolicy):
         except RuntimeError as error:
             raise ValueError(f"the weights in {source} do not fit NOVA's {'/'.join(sizes.arch)}: {error}") from error
         for encoder in (transformer.video_encoder, transformer.image_encoder):
-            encoder.checkpointing = checkpointing
+            encoder.checkpointing = activation_checkpointing
         dtype: torch.dtype = getattr(torch, frozen_dtype)
         prompts = PromptEncoder(folder, sizes.text_token_len, sizes.text_token_dim, dtype, text_encoder)
         schedule = read_schedule(folder, diffusion_steps, flow_noise)

@@ -11,11 +11,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from reward_server import options
 from tests.trainer.policies import tiny_nova as tiny
 from trainer.algorithm.schedule import tokens_per_ar_step
 from trainer.algorithm.seeds import normal
 from trainer.algorithm.transitions import DDPM, FlowSDE, gaussian_log_prob
 from trainer.algorithm.types import Queries
+from trainer.config import ALIASES, ENV_PREFIX, Config
+from trainer.families import load_arguments
 from trainer.policies.base import Policy
 from trainer.policies.nova import NovaPolicy
 from trainer.policies.nova_model import NovaConfig, NovaTransformer
@@ -178,7 +181,7 @@ def test_scoring_recovers_the_noise_that_sampling_drew(kind, guidance, load):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_every_trainable_parameter_gets_a_gradient_and_no_other(kind, checkpointing, load):
-    policy = load(kind, checkpointing=checkpointing)
+    policy = load(kind, activation_checkpointing=checkpointing)
     policy.requires_grad_(False)
     backbone = [p.requires_grad_(True) for p in policy.backbone_parameters()]
     trajectory = policy.rollout(tiny.PROMPTS, SEEDS)
@@ -193,7 +196,7 @@ def test_every_trainable_parameter_gets_a_gradient_and_no_other(kind, checkpoint
 def test_checkpointing_changes_no_gradient(load):
     grads = []
     for checkpointing in (False, True):
-        policy = load(checkpointing=checkpointing)
+        policy = load(activation_checkpointing=checkpointing)
         trajectory = policy.rollout(tiny.PROMPTS, SEEDS)
         policy(trajectory, 2, all_queries(trajectory, 2, [1]), guided=True).mean.square().mean().backward()
         grads.append([p.grad for p in policy.backbone_parameters()])
@@ -345,10 +348,30 @@ def test_a_configuration_that_cannot_be_followed_is_told(part, file, content, me
         NovaPolicy.load(folder, **SETTINGS)
 
 
+def test_the_configuration_names_what_the_policy_takes():
+    file = Path(__file__).parents[3] / "configs" / "train" / "nova.yaml"
+    config = options.load(
+        Config, ("--config", str(file)), prog="run", description="", env_prefix=ENV_PREFIX, aliases=ALIASES
+    )
+    assert load_arguments(config.policy) == {
+        "ar_steps": 64,
+        "diffusion_steps": 25,
+        "guidance": 5.0,
+        "text_encoder": "unload",
+        "frozen_dtype": "bfloat16",
+        "activation_checkpointing": True,
+    }
+
+
 def test_missing_weights_are_told_with_the_command_that_gets_them(folders, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(FileNotFoundError, match=r"Apache-2\.0.*hf download BAAI/nova-d48w1024-sd512"):
         NovaPolicy.load("BAAI/nova-d48w1024-sd512")
+    policy = NovaPolicy.load(folders["abs"], **SETTINGS)
+    policy.base = "gone"
+    policy.save(tmp_path / "saved.safetensors")
+    with pytest.raises(FileNotFoundError, match=r"no NOVA pipeline at gone.*policy\.options\.base"):
+        NovaPolicy.load(tmp_path / "saved.safetensors", **SETTINGS)
     with pytest.raises(FileNotFoundError, match=r"model_index\.json or a hub id"):
         NovaPolicy.load(tmp_path)
     (tmp_path / "x.safetensors").write_text("nothing")

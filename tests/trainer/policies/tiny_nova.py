@@ -86,6 +86,7 @@ OFFICIAL = {
         ("nova-d48w1536-sdxl1024", 1024, 1536),
     )
 }
+OFFICIAL["a mixer of frames"] = OFFICIAL["nova-d48w768-sdxl1024"] | {"video_mixer_rank": 24}
 PROMPTS = ["a red cat", "two dogs left of a very long blue table"]  # the second is longer than 12 tokens
 
 
