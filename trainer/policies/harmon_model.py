@@ -18,8 +18,6 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
-from transformers import Qwen2Config, Qwen2Model, Qwen2Tokenizer
-from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding, apply_rotary_pos_emb
 
 from trainer.policies.kl16 import KL16, KL16Config
 from trainer.policies.mar_parts import MAR_SIZES, MarConfig
@@ -86,6 +84,8 @@ class PromptEncoder:
     def __init__(self, folder: Path, limit: int) -> None:
         if not (folder / "tokenizer.json").is_file() and not (folder / "vocab.json").is_file():
             raise FileNotFoundError(f"{folder} holds no tokenizer: neither tokenizer.json nor vocab.json")
+        from transformers import Qwen2Tokenizer  # here, so that a missing package is told by who asks for this family
+
         try:
             self.tokenizer = Qwen2Tokenizer.from_pretrained(str(folder), local_files_only=True)
         except (OSError, ValueError, TypeError) as error:
@@ -138,13 +138,15 @@ class LanguageModel(nn.Module):
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__()
+        from transformers import Qwen2Config, Qwen2Model
+
         self.config = Qwen2Config.from_dict(dict(config))
         self.model = Qwen2Model(self.config)
         self.activation_checkpointing = False
 
     def renew_buffers(self) -> None:
         """Work out the rotary frequencies, which are in no checkpoint, on the CPU in float32."""
-        self.model.rotary_emb = Qwen2RotaryEmbedding(self.config)
+        self.model.rotary_emb = type(self.model.rotary_emb)(self.config)
 
     @torch.no_grad()
     def prefill(self, ids_BL: Tensor) -> TextContext:
@@ -198,7 +200,7 @@ def _layer(
         project(h).unflatten(-1, (-1, attention.head_dim)).transpose(1, 2)
         for project in (attention.q_proj, attention.k_proj, attention.v_proj)
     )  # (B, heads, L, head width)
-    q, k = apply_rotary_pos_emb(q, k, *rotation)
+    q, k = _rotate(q, rotation), _rotate(k, rotation)
     v = v.to(k.dtype)  # autocast leaves it in half precision where the rotation has made float32
     all_k, all_v = (k, v) if key is None or value is None else (torch.cat([key, k], 2), torch.cat([value, v], 2))
     groups = q.shape[1] // k.shape[1]
@@ -207,6 +209,13 @@ def _layer(
     )
     x = x + attention.o_proj(mixed.transpose(1, 2).flatten(2))
     return x + layer.mlp(layer.post_attention_layernorm(x)), k, v
+
+
+def _rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotary position embedding of (B, heads, L, head width) by cosines and sines (B or 1, L, head width)."""
+    cos, sin = (part[:, None] for part in rotation)
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-second, first], dim=-1) * sin
 
 
 class FrozenParts(nn.Module):
