@@ -49,12 +49,16 @@ def read_schedule(folder: Path, steps: int, flow_noise: float) -> DDPM | FlowSDE
     """
     path = folder / "scheduler" / "scheduler_config.json"
     config, parts = read_json(path), read_json(folder / "model_index.json")
-    name = str(parts.get("scheduler", [None, None])[1] or config.get("_class_name"))
+    library, name = parts.get("scheduler") or (None, None)
+    name = str(name or config.get("_class_name") or config.get("_sample_class_name"))
     total = int(config.get("num_train_timesteps", 1000))
     try:
         if name.startswith("FlowMatch"):
             return FlowSDE(_flow_sigmas(config, total, steps), flow_noise, time_scale=float(total))
         if name.startswith("DDPM"):
+            # NOVA's own class does not read it; that of diffusers clips unless told not to
+            if library == "diffusers" and config.get("clip_sample", True):
+                raise ValueError("clip_sample: a step with a clipped prediction is not supported")
             return _ddpm(config, total, steps)
     except (ValueError, KeyError) as error:
         raise ValueError(f"{path}: {error}") from error

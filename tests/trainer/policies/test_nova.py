@@ -363,6 +363,21 @@ def test_the_configuration_names_what_the_policy_takes():
     }
 
 
+def test_clipping_is_refused_where_the_official_sampler_would_clip(folders, tmp_path):
+    index = json.loads((folders["abs"] / "model_index.json").read_text())
+    index["scheduler"][0] = "diffusers"
+
+    def change(folder):
+        (folder / "model_index.json").unlink()
+        (folder / "model_index.json").write_text(json.dumps(index))
+
+    folder = broken(folders, tmp_path, change)
+    NovaPolicy.load(folder, **SETTINGS)  # clip_sample is false
+    replace_part(folder, "scheduler", "scheduler_config.json", tiny.DDPM | {"clip_sample": True})
+    with pytest.raises(ValueError, match="clip_sample"):
+        NovaPolicy.load(folder, **SETTINGS)
+
+
 def test_missing_weights_are_told_with_the_command_that_gets_them(folders, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(FileNotFoundError, match=r"Apache-2\.0.*hf download BAAI/nova-d48w1024-sd512"):
