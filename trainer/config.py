@@ -41,6 +41,16 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
 
+class LoraSettings(Section):
+    """Low-rank adapters on the backbone, trained in its place."""
+
+    rank: Annotated[int, Field(ge=0)] = Field(default=0, description="rank of the adapters; 0: none, train the weights")
+    alpha: Count = Field(default=32, description="adapters are scaled by alpha / rank")
+    targets: list[str] = Field(
+        default=[], description="ends of the names of the linear layers that get one; none: all of the backbone"
+    )
+
+
 class PolicyConfig(Section):
     """The image model."""
 
@@ -63,6 +73,7 @@ class PolicyConfig(Section):
         description="std in log-probabilities where the head predicts it: the sampling policy's (published) or the "
         "current one's",
     )
+    lora: LoraSettings = LoraSettings()
     device: Literal["auto", "cpu"] = Field(default="auto", description="auto: a GPU if there is one")
 
     @field_validator("checkpoint", mode="before")
@@ -294,6 +305,8 @@ class Config(Section):
                 "algorithm.mte_trajectories must be at least 2 when algorithm.top_fraction < 1: uncertainty is the "
                 "spread between trajectories; raise it, or set algorithm.top_fraction to 1"
             )
+        if self.policy.lora.rank and a.head != "frozen":
+            raise ValueError(f"policy.lora trains the backbone alone: algorithm.head must be frozen, not {a.head}")
         if self.report.snr_groups == 1:
             raise ValueError("report.snr_groups must be 0 or at least 2: noise is the variance between groups")
         if os.path.isfile(self.report.run_dir):  # noqa: PTH113 (False for an impossible name)

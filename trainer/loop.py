@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,8 +36,9 @@ from trainer.algorithm.types import Gaussian, Trajectory
 from trainer.config import Config, UserError
 from trainer.diagnostics import measure_signal
 from trainer.evaluate import TOTAL, Flags, Floats, evaluate, share, spread
+from trainer.lora import Adapters
 from trainer.metrics import Totals, reward_metrics
-from trainer.policies.base import Policy
+from trainer.policies.base import Policy, Reference
 from trainer.prompts import Prompt
 from trainer.report import RunFolder
 from trainer.rewards import RewardError
@@ -57,10 +58,12 @@ class Run:
     accelerator: Accelerator
     sampler: Sampler
     policy: Policy
-    """The bare policy: sampling and saving."""
+    """The bare policy: sampling."""
+    saved: checkpoints.SavesItself
+    """What is written as the policy: itself, or itself with adapters merged."""
     model: nn.Module
     """The same policy as accelerate wrapped it: scoring with gradient."""
-    reference: Policy | None
+    reference: Reference | None
     """The frozen policy that KL is measured against; None when beta is 0."""
     parameters: list[nn.Parameter]
     """Those that are trained."""
@@ -358,7 +361,7 @@ def save(run: Run) -> None:
         run.checkpoints,
         run.step,
         accelerator=run.accelerator,
-        policy=cast(checkpoints.SavesItself, run.policy),
+        policy=run.saved,
         training=training_states(run),
         pending=[rollout.pending(run.config.reward.names) for rollout in run.pending],
         manifest=run.manifest,
@@ -370,6 +373,7 @@ def save(run: Run) -> None:
 def training_states(run: Run) -> dict[str, checkpoints.Stateful]:
     """What is restored beside the policy's weights."""
     states: dict[str, checkpoints.Stateful] = {"optimizer": run.optimizer, "scheduler": run.scheduler}
+    states |= {"adapters": Adapters(run.policy)} if run.config.policy.lora.rank else {}
     return states | ({"scaler": run.accelerator.scaler} if run.accelerator.scaler is not None else {})
 
 

@@ -162,6 +162,10 @@ class MarPolicy(MaskedPolicy):
             if not name.startswith("diffloss.") and (name != "fake_latent" or self.guidance != 1.0):
                 yield parameter
 
+    def saved_module(self) -> nn.Module:
+        """The transformer with its head."""
+        return self.mar
+
     def save(self, path: Path, note: dict[str, str] | None = None) -> None:
         """Write the transformer and head under the official names, their sizes, where the autoencoder comes from, and
         ``note``. Equal weights give an equal file: there is one metadata entry, as safetensors does not order them."""

@@ -8,9 +8,11 @@ denoised together, W the width of the head's condition.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from trainer.algorithm.schedule import predicted_at, tokens_per_ar_step
@@ -72,6 +74,10 @@ class MaskedPolicy(nn.Module):
         """The guidance scale of an AR step; :attr:`guidance` is its largest."""
         return self.guidance
 
+    def saved_module(self) -> nn.Module:
+        """What ``save`` writes the state dict of: all but the frozen parts that come from elsewhere."""
+        return self
+
     # ---- scoring ---------------------------------------------------------------------------------------------
 
     def halves(self, guided: bool) -> int:
@@ -105,6 +111,11 @@ class MaskedPolicy(nn.Module):
         condition = self.head_condition(self.conditions(context, trajectory.tokens, known, guided))
         rows = condition[:, queries.image, queries.token]
         return self.transition(rows, queries.x, queries.step, self.guidance_at(ar_step))
+
+    def restore(self, path: Path) -> None:
+        """Read a file of ``save`` in place, configuration and frozen parts aside; see
+        :meth:`trainer.policies.base.Policy.restore`."""
+        self.saved_module().load_state_dict(load_file(path))
 
     # ---- sampling --------------------------------------------------------------------------------------------
 

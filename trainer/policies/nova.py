@@ -145,6 +145,10 @@ class NovaPolicy(MaskedPolicy):
             if not name.startswith((HEAD, *NOT_READ)):
                 yield parameter
 
+    def saved_module(self) -> nn.Module:
+        """The transformer with its head."""
+        return self.transformer
+
     def save(self, path: Path, note: dict[str, str] | None = None) -> None:
         """Write the transformer, its configuration, and the name of the pipeline that the frozen parts come from.
 

@@ -280,6 +280,11 @@ class SmallPolicy(MaskedPolicy):
         temporary.write_bytes(save({k: v.cpu().contiguous() for k, v in self.state_dict().items()}, metadata))
         temporary.replace(path)
 
+    def export(self, folder: Path) -> None:
+        """The family's own layout is the file of :meth:`save`."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self.save(folder / "policy.safetensors")
+
     @classmethod
     def load(
         cls, source: str | Path, *, ar_steps: int = 8, diffusion_steps: int = 16, guidance: float = 1.0
