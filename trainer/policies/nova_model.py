@@ -256,11 +256,13 @@ class TimeCondEmbed(nn.Module):
         self.condition_proj = Projector(condition_dim, width)
 
     def time(self, time_Q: Tensor) -> Tensor:
-        """(Q,) diffusion times in training units (0..1000) -> (Q, width)."""
-        rates = torch.exp(-math.log(10_000) / TIME_FREQUENCIES * torch.arange(TIME_FREQUENCIES, device=time_Q.device))
-        angles = time_Q.float()[:, None] * rates
+        """(Q,) diffusion times in training units (0..1000) -> (Q, width). Each distinct one, at most T, is embedded
+        once."""
+        times, row_Q = (time_Q, None) if len(time_Q) == 1 else torch.unique(time_Q, return_inverse=True)
+        rates = torch.exp(-math.log(10_000) / TIME_FREQUENCIES * torch.arange(TIME_FREQUENCIES, device=times.device))
+        angles = times.float()[:, None] * rates
         out: Tensor = self.timestep_proj(torch.cat([angles.cos(), angles.sin()], dim=-1))
-        return out
+        return out if row_Q is None else out[row_Q]
 
 
 class AdaLayerNorm(nn.Module):
@@ -307,8 +309,7 @@ class DiffusionMLP(nn.Module):
 
     def forward(self, x_QC: Tensor, time_Q: Tensor, condition_QW: Tensor) -> Tensor:
         x = self.patch_embed(x_QC)
-        distinct, row_Q = torch.unique(time_Q, return_inverse=True)  # at most T
-        activated = silu(condition_QW + self.time_cond_embed.time(distinct)[row_Q])
+        activated = silu(condition_QW + self.time_cond_embed.time(time_Q))
         for block in self.blocks:
             x = block(x, activated)
         out: Tensor = self.head(self.norm(x, activated)[0])

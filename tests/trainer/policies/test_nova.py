@@ -363,6 +363,25 @@ def test_the_configuration_names_what_the_policy_takes():
     }
 
 
+@pytest.mark.parametrize("form", ["shards", "pickle"])
+def test_weights_in_other_official_forms_are_read(form, load, folders, tmp_path):
+    state = load_file(folders["abs"] / "transformer" / WEIGHTS)
+
+    def change(folder):
+        replace_part(folder, "transformer", WEIGHTS, None)
+        part = folder / "transformer"
+        if form == "pickle":
+            torch.save(state, part / "diffusion_pytorch_model.bin")
+            return
+        for number in (1, 2):
+            names = sorted(state)[number - 1 :: 2]
+            shard = {name: state[name] for name in names}
+            save_file(shard, part / f"diffusion_pytorch_model-0000{number}-of-00002.safetensors")
+
+    again, policy = NovaPolicy.load(broken(folders, tmp_path, change), **SETTINGS), load()
+    assert all(torch.equal(value, again.state_dict()[name]) for name, value in policy.state_dict().items())
+
+
 def test_clipping_is_refused_where_the_official_sampler_would_clip(folders, tmp_path):
     index = json.loads((folders["abs"] / "model_index.json").read_text())
     index["scheduler"][0] = "diffusers"
