@@ -87,6 +87,9 @@ OFFICIAL = {
     )
 }
 OFFICIAL["a mixer of frames"] = OFFICIAL["nova-d48w768-sdxl1024"] | {"video_mixer_rank": 24}
+KINDS = {"abs": (TRANSFORMER, DDPM), "rotary": (ROTARY, FLOW)}
+SETTINGS = {"ar_steps": 6, "diffusion_steps": 5, "guidance": 3.0, "frozen_dtype": "float32"}
+"""of the fixtures' rollouts, and of the policies that are compared with them"""
 PROMPTS = ["a red cat", "two dogs left of a very long blue table"]  # the second is longer than 12 tokens
 
 
