@@ -54,6 +54,7 @@ def of_package(names, package):
         ("trainer.config", (*SERVER, "torch", *MODELS)),
         ("trainer.policies", ("torch", *SERVER, *MODELS)),
         ("trainer.policies.base", (*SERVER, *MODELS)),
+        ("trainer.policies.harmon", (*SERVER, *MODELS)),
     ],
 )
 def test_importing_a_light_module_loads_nothing_heavy(module, forbidden):

@@ -31,8 +31,8 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from safetensors.torch import save_file
+from torch import Tensor
 
 logger = logging.getLogger(__name__)
 FORMAT = 1
@@ -48,6 +48,8 @@ class SavesItself(Protocol):
     """The part of a policy that checkpoints need: weights in the family's own format."""
 
     def save(self, path: Path, note: dict[str, str] | None = None) -> None: ...
+
+    def restore(self, path: Path) -> None: ...
 
 
 class Stateful(Protocol):
@@ -184,7 +186,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     return manifest
 
 
-def load(path: Path, *, accelerator: Accelerator, policy: nn.Module, training: Mapping[str, Stateful]) -> Checkpoint:
+def load(path: Path, *, accelerator: Accelerator, policy: SavesItself, training: Mapping[str, Stateful]) -> Checkpoint:
     """Restore policy, training states and random states in place. Every process calls it.
 
     Raises CheckpointError when a file is missing or does not fit, or when rollouts are pending and the number of
@@ -200,7 +202,7 @@ def load(path: Path, *, accelerator: Accelerator, policy: nn.Module, training: M
             f"{accelerator.num_processes}; resume with {processes}"
         )
     try:
-        policy.load_state_dict(load_file(path / "policy.safetensors"))
+        policy.restore(path / "policy.safetensors")
         states = torch.load(path / "training.pt", map_location="cpu", weights_only=True)
         for name, part in training.items():
             part.load_state_dict(states[name])

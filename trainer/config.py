@@ -41,13 +41,24 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
 
+class LoraSettings(Section):
+    """Low-rank adapters on the backbone, trained in its place."""
+
+    rank: Annotated[int, Field(ge=0)] = Field(default=0, description="rank of the adapters; 0: none, train the weights")
+    alpha: Count = Field(default=32, description="adapters are scaled by alpha / rank")
+    targets: list[str] = Field(
+        default=[], description="ends of the names of the linear layers that get one; none: all of the backbone"
+    )
+
+
 class PolicyConfig(Section):
     """The image model."""
 
     name: str = Field(default="small", description="model family: the name of a file in trainer/policies")
-    checkpoint: Path | None = Field(
+    checkpoint: str | None = Field(
         default=None,
-        description="weights to start from: a file, or a run's checkpoint folder; none: the family's own",
+        description="weights to start from: a file, a run's or a checkpoint's folder, a folder in the official layout, "
+        "or a hub id that was downloaded; none: those that come with the family",
     )
     ar_steps: Count | None = Field(default=None, description="autoregressive steps K; none: the family's default")
     diffusion_steps: Annotated[int, Field(ge=2)] | None = Field(
@@ -56,7 +67,19 @@ class PolicyConfig(Section):
     guidance: Annotated[float, Field(ge=1)] | None = Field(
         default=None, description="classifier-free guidance scale, 1 = none; none: the family's default"
     )
+    options: dict[str, Any] = Field(default={}, description="what the family alone has: see its file")
+    variance: Literal["recorded", "current"] = Field(
+        default="recorded",
+        description="std in log-probabilities where the head predicts it: the sampling policy's (published) or the "
+        "current one's",
+    )
+    lora: LoraSettings = LoraSettings()
     device: Literal["auto", "cpu"] = Field(default="auto", description="auto: a GPU if there is one")
+
+    @field_validator("checkpoint", mode="before")
+    @classmethod
+    def _text(cls, value: Any) -> Any:
+        return str(value) if isinstance(value, Path) else value
 
 
 class PromptsConfig(Section):
@@ -192,6 +215,9 @@ class TrainConfig(Section):
     )
     micro_batch: Count = Field(default=64, description="images per backward pass and process (bounds memory)")
     rollout_batch: Count = Field(default=128, description="images sampled at once per process (bounds memory)")
+    offload_rollouts: bool = Field(
+        default=False, description="keep rollouts in the CPU's (pinned) memory; micro-batches go to the device"
+    )
     learning_rate: Annotated[float, Field(gt=0)] = Field(default=2e-6, description="peak learning rate")
     betas: tuple[Fraction, Fraction] = Field(default=(0.9, 0.999), description="AdamW's betas")
     weight_decay: Annotated[float, Field(ge=0)] = Field(default=0.0, description="AdamW's weight decay")
@@ -281,6 +307,8 @@ class Config(Section):
                 "algorithm.mte_trajectories must be at least 2 when algorithm.top_fraction < 1: uncertainty is the "
                 "spread between trajectories; raise it, or set algorithm.top_fraction to 1"
             )
+        if self.policy.lora.rank and a.head != "frozen":
+            raise ValueError(f"policy.lora trains the backbone alone: algorithm.head must be frozen, not {a.head}")
         if self.report.snr_groups == 1:
             raise ValueError("report.snr_groups must be 0 or at least 2: noise is the variance between groups")
         if os.path.isfile(self.report.run_dir):  # noqa: PTH113 (False for an impossible name)
@@ -326,7 +354,7 @@ class Config(Section):
 class Command(Config):
     """Score a checkpoint on the held-out prompts: means with 95 % intervals by bootstrap over prompts."""
 
-    baseline: Path | None = Field(
+    baseline: str | None = Field(
         default=None, description="another checkpoint: also report the paired difference to it"
     )
     output: Path | None = Field(default=None, description="file for everything as JSON, every score included")

@@ -47,11 +47,11 @@ def measure_signal(
         total = torch.zeros(sum(p.numel() for p in parameters), device=accelerator.device)
         squares = torch.zeros(1, device=accelerator.device)
         for group in groups:
-            part = rollout.trajectory.select(group)
             gradient = torch.zeros_like(total)
             for ar_step in ar_steps:
+                part, uncertain = sampler.part(rollout, group, ar_step)
                 gradient += group_gradient(
-                    sampler, objective, part, ar_step, diffusion_step, rollout.uncertain[group],
+                    sampler, objective, part, ar_step, diffusion_step, uncertain,
                     rollout.seeds[group], values_B[group], signal_B[group], parameters,
                 ) / len(ar_steps)  # fmt: skip
             total += gradient
@@ -92,7 +92,7 @@ def group_gradient(
         return torch.zeros(sum(p.numel() for p in parameters), device=values_B.device)
     with torch.enable_grad(), sampler.accelerator.autocast():
         new = sampler.policy.forward(part, ar_step, step.rows, sampler.guided)
-    result = loss(step, new, values_B, counts(part, ar_step, objective, signal_B), 1, objective)
+    result = loss(step, sampler.scored(new), values_B, counts(part, ar_step, objective, signal_B), 1, objective)
     gradients = torch.autograd.grad(result.loss, parameters, allow_unused=True)
     flat = [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, gradients, strict=True)]
     return torch.cat([g.flatten().float() for g in flat])

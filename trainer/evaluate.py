@@ -254,15 +254,14 @@ def main(argv: list[str] | None = None) -> int:
 
 def run(command: Command) -> dict[str, Any]:
     """Evaluate the checkpoint, and the baseline if there is one; print a table and return everything."""
-    from trainer import parts
-    from trainer.report import sha256
+    from trainer import families, parts
 
     if command.evaluate.prompts == 0:
         raise UserError("evaluate.prompts is 0: there is nothing to evaluate")
     prompts = parts.read_prompts(command.prompts.heldout, command.prompts.text_key)
     prompts = [prompts[i] for i in spread(len(prompts), command.evaluate.prompts)]
     for given in filter(None, (command.policy.checkpoint, command.baseline)):
-        parts.policy_file(given, command.policy.name)  # before the server is waited for
+        families.policy_source(given, command.policy.name)  # before the server is waited for
     if command.output is not None and not command.output.parent.is_dir():
         raise UserError(f"output: there is no folder {command.output.parent}")
     accelerator = parts.build_accelerator(command)
@@ -276,9 +275,10 @@ def run(command: Command) -> dict[str, Any]:
         for name, path in (("checkpoint", command.policy.checkpoint), ("baseline", command.baseline)):
             if name == "baseline" and path is None:
                 continue
-            policy, weights = parts.load_policy(command, path)
+            policy, weights = families.load_policy(command, path)
             parts.check_prompts(policy, prompts, command.prompts.heldout)
-            parts.as_module(policy).to(accelerator.device)
+            families.as_module(policy).to(accelerator.device)
+            families.prepare_prompts(policy, [prompt.text for prompt in prompts])
             result = evaluate(
                 policy,
                 client,
@@ -289,7 +289,7 @@ def run(command: Command) -> dict[str, Any]:
                 batch=command.train.rollout_batch,
             )
             results.append(result)
-            report[name] = {"path": str(weights), "sha256": sha256(weights), **result.to_json()}
+            report[name] = {"path": weights, "sha256": families.fingerprint(weights), **result.to_json()}
     differences = {name: difference(results[1], results[0], name) for name in results[0].scores if len(results) == 2}
     report["differences"] = {name: interval.to_json() for name, interval in differences.items()}
     if accelerator.is_main_process:

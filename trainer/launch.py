@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import sys
 from collections import deque
 from collections.abc import Callable
@@ -12,14 +11,16 @@ from typing import Any
 import yaml
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
+from torch import nn
 
 from reward_server import options
-from trainer import checkpoints, parts
-from trainer.config import Config, UserError
+from trainer import checkpoints, families, lora, parts
+from trainer.config import Config, LoraSettings, UserError
 from trainer.evaluate import TOTAL, Interval, spread
 from trainer.loop import Run, exchanged, train, training_states
+from trainer.policies.base import Policy, Reference
 from trainer.prompts import PromptSampler
-from trainer.report import RunFolder, choose_folder, sha256, versions
+from trainer.report import RunFolder, choose_folder, versions
 from trainer.rewards import RewardClient
 from trainer.rollout import Sampler, build_objective
 
@@ -76,7 +77,7 @@ def settings_of(config: Config) -> dict[str, Any]:
 
 def build(config: Config, accelerator: Accelerator, client: RewardClient, root: Path, stop: Callable[[], bool]) -> Run:
     """Every part of the run, at step 0."""
-    policy, weights = parts.load_policy(config)
+    policy, weights = families.load_policy(config)
     config.check_model(policy.ar_steps, policy.schedule.steps, policy.schedule.stochastic_steps)
     prompts = parts.read_prompts(config.prompts.train, config.prompts.text_key)
     heldout = parts.read_prompts(config.prompts.heldout, config.prompts.text_key)
@@ -87,12 +88,12 @@ def build(config: Config, accelerator: Accelerator, client: RewardClient, root: 
         "versions": versions(),
         "rewards": client.check(),
         "provenance": client.provenance,
-        "base_checkpoint": sha256(weights),
+        "base_checkpoint": families.fingerprint(weights),
     }
     parts.check_relative(config, client, accelerator)
-    module = parts.as_module(policy).to(accelerator.device)
-    parameters = parts.freeze(policy, config.algorithm.head)
-    reference = copy.deepcopy(policy) if config.algorithm.kl_beta > 0 else None
+    module = families.as_module(policy).to(accelerator.device)
+    families.prepare_prompts(policy, [prompt.text for prompt in [*prompts, *heldout]])
+    parameters, reference = trained_and_reference(policy, config)
     optimizer, scheduler = parts.build_optimizer(config, parameters)
     model, prepared = accelerator.prepare(module, optimizer)
     sampler = Sampler(
@@ -108,6 +109,7 @@ def build(config: Config, accelerator: Accelerator, client: RewardClient, root: 
         accelerator=accelerator,
         sampler=sampler,
         policy=policy,
+        saved=lora.Merged(policy) if config.policy.lora.rank else policy,
         model=model,
         reference=reference,
         parameters=parameters,
@@ -121,6 +123,15 @@ def build(config: Config, accelerator: Accelerator, client: RewardClient, root: 
     )
 
 
+def trained_and_reference(policy: Policy, config: Config) -> tuple[list[nn.Parameter], Reference | None]:
+    """What is trained, all else frozen; and the policy as it is now, if there is a KL to it."""
+    if config.policy.lora.rank:
+        parameters = lora.add_adapters(policy, config.policy.lora, config.train.seed)
+        return parameters, lora.WithoutAdapters(policy) if config.algorithm.kl_beta > 0 else None
+    parameters = families.freeze(policy, config.algorithm.head)
+    return parameters, families.reference_of(policy) if config.algorithm.kl_beta > 0 else None
+
+
 def restore(run: Run, checkpoint: Path | None) -> None:
     """Go on from a checkpoint, if there is one: states in place, pending rollouts, and logs cut back to its step."""
     changed: list[str] = []
@@ -131,7 +142,7 @@ def restore(run: Run, checkpoint: Path | None) -> None:
         loaded = checkpoints.load(
             checkpoint,
             accelerator=run.accelerator,
-            policy=parts.as_module(run.policy),
+            policy=run.saved,
             training=training_states(run),
         )
         if loaded.pending:
@@ -171,12 +182,17 @@ def check_same_run(run: Run, path: Path, manifest: dict[str, Any]) -> None:
             f"{path} was trained from other weights than policy.checkpoint names (the KL's reference); name those, or "
             f"start a new run from the trained ones with --policy.checkpoint {path}"
         )
-    old, new = manifest["settings"]["algorithm"]["head"], run.config.algorithm.head
-    if old != new:
-        raise checkpoints.CheckpointError(
-            f"{path} was trained with algorithm.head {old}, not {new}: the optimizer's state is of other parameters; "
-            f"resume with --algorithm.head {old}, or start a new run with --policy.checkpoint {path}"
-        )
+    then, now = manifest["settings"], run.manifest["settings"]
+    plain = LoraSettings().model_dump(mode="json")
+    for name, old, new in (
+        ("algorithm.head", then["algorithm"]["head"], now["algorithm"]["head"]),
+        ("policy.lora", then["policy"].get("lora", plain), now["policy"]["lora"]),
+    ):
+        if old != new:
+            raise checkpoints.CheckpointError(
+                f"{path} was trained with {name} {old}, not {new}: the optimizer's state is of other parameters; "
+                f"resume with {name} as it was, or start a new run with --policy.checkpoint {path}"
+            )
     if manifest["step"] > run.config.train.steps:
         raise checkpoints.CheckpointError(
             f"{path} is of step {manifest['step']}, and train.steps is {run.config.train.steps}: nothing is left to "

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,8 +36,9 @@ from trainer.algorithm.types import Gaussian, Trajectory
 from trainer.config import Config, UserError
 from trainer.diagnostics import measure_signal
 from trainer.evaluate import TOTAL, Flags, Floats, evaluate, share, spread
+from trainer.lora import Adapters
 from trainer.metrics import Totals, reward_metrics
-from trainer.policies.base import Policy
+from trainer.policies.base import Policy, Reference
 from trainer.prompts import Prompt
 from trainer.report import RunFolder
 from trainer.rewards import RewardError
@@ -57,10 +58,12 @@ class Run:
     accelerator: Accelerator
     sampler: Sampler
     policy: Policy
-    """The bare policy: sampling and saving."""
+    """The bare policy: sampling."""
+    saved: checkpoints.SavesItself
+    """What is written as the policy: itself, or itself with adapters merged."""
     model: nn.Module
     """The same policy as accelerate wrapped it: scoring with gradient."""
-    reference: Policy | None
+    reference: Reference | None
     """The frozen policy that KL is measured against; None when beta is 0."""
     parameters: list[nn.Parameter]
     """Those that are trained."""
@@ -261,7 +264,7 @@ def backward(
         final = is_last and number == micro_batches - 1
         if len(step) == 0 and processes == 1:
             continue  # with several, all of them must take part in every pass
-        old = rollout.old_log_probs.get(f"{ar_step}/{number}")
+        old, old_std = (kinds.get(f"{ar_step}/{number}") for kinds in (rollout.old_log_probs, rollout.old_stds))
         part, step, advantages = used_images(part, step, values_B[images])
         reference = None
         if run.reference is not None:
@@ -272,7 +275,7 @@ def backward(
             new: Gaussian = run.model(part, ar_step, step.rows, run.sampler.guided)
             result = loss(
                 step,
-                new,
+                run.sampler.scored(new, None if old_std is None else old_std[kept]),
                 advantages,
                 denominators,
                 len(rollout.ar_steps),
@@ -377,7 +380,7 @@ def save(run: Run) -> None:
         run.checkpoints,
         run.step,
         accelerator=run.accelerator,
-        policy=cast(checkpoints.SavesItself, run.policy),
+        policy=run.saved,
         training=training_states(run),
         pending=[rollout.pending(run.config.reward.names) for rollout in run.pending],
         manifest=run.manifest,
@@ -389,6 +392,7 @@ def save(run: Run) -> None:
 def training_states(run: Run) -> dict[str, checkpoints.Stateful]:
     """What is restored beside the policy's weights."""
     states: dict[str, checkpoints.Stateful] = {"optimizer": run.optimizer, "scheduler": run.scheduler}
+    states |= {"adapters": Adapters(run.policy)} if run.config.policy.lora.rank else {}
     return states | ({"scaler": run.accelerator.scaler} if run.accelerator.scaler is not None else {})
 
 

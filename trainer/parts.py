@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -163,67 +161,6 @@ def _embedded_settings(config: Config) -> EmbeddedSettings:
 
 def _local_processes() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-
-
-def load_policy(config: Config, checkpoint: Path | None = None) -> tuple[Policy, Path]:
-    """The policy that ``policy`` names, in evaluation mode on the CPU, and the file that its weights came from.
-
-    ``checkpoint`` stands in for ``policy.checkpoint``: a file, a checkpoint folder, or a run's folder (its newest).
-    The family NAME is the class NamePolicy of trainer/policies/name.py. Raises UserError for what does not exist.
-    """
-    name = config.policy.name
-    if not name.isidentifier() or find_spec(f"trainer.policies.{name}") is None:
-        folder = Path(__file__).parent / "policies"
-        known = sorted(p.stem for p in folder.glob("*.py") if p.stem not in ("__init__", "base"))
-        raise UserError(f"policy.name: there is no policy {name!r}; there are: {', '.join(known)}")
-    family: type[Policy] = getattr(importlib.import_module(f"trainer.policies.{name}"), f"{name.capitalize()}Policy")
-    path = policy_file(checkpoint or config.policy.checkpoint, name)
-    chosen: dict[str, Any] = {
-        key: value
-        for key in ("ar_steps", "diffusion_steps", "guidance")
-        if (value := getattr(config.policy, key)) is not None
-    }
-    try:
-        policy = family.load(path, **chosen)
-    except (FileNotFoundError, ValueError) as error:
-        raise UserError(f"policy: {error}") from error
-    as_module(policy).eval()
-    return policy, path
-
-
-def as_module(policy: Policy) -> nn.Module:
-    """The policy as the module that it is, too; a protocol cannot say so."""
-    if not isinstance(policy, nn.Module):
-        raise TypeError(f"a policy must be a torch.nn.Module, {type(policy).__name__} is not")
-    return policy
-
-
-def policy_file(checkpoint: Path | None, name: str) -> Path:
-    """The weights that a path means: itself, a checkpoint folder's, a run's newest; None: the family's own.
-
-    Raises UserError if a path is given and there are none.
-    """
-    if checkpoint is None:
-        return Path(__file__).parent / "policies" / "weights" / f"{name}.safetensors"
-    runs = sorted((checkpoint / "checkpoints").glob("step-*/policy.safetensors"))
-    path = runs[-1] if runs else checkpoint
-    path = path / "policy.safetensors" if path.is_dir() else path
-    if not path.is_file():
-        raise UserError(f"there is no checkpoint at {path}: name a file, a checkpoint's folder or a run's folder")
-    return path
-
-
-def freeze(policy: Policy, head: str) -> list[nn.Parameter]:
-    """Let gradients reach what ``algorithm.head`` trains, and return those parameters.
-
-    ``frozen``: the backbone; gradients still flow *through* the head. ``only``: the head. ``trained``: both.
-    """
-    as_module(policy).requires_grad_(False)
-    chosen = [] if head == "only" else list(policy.backbone_parameters())
-    chosen += [] if head == "frozen" else list(policy.head_parameters())
-    for parameter in chosen:
-        parameter.requires_grad_(True)
-    return chosen
 
 
 def build_optimizer(

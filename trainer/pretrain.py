@@ -53,7 +53,7 @@ def denoising_loss(policy: SmallPolicy, prompt_ids: Tensor, tokens: Tensor, rng:
     masked_count = (N * torch.cos(torch.rand(B, generator=rng) * math.pi / 2)).ceil().clamp(1, N)
     rank = torch.rand(B, N, generator=rng).argsort(dim=1).argsort(dim=1)
     known = rank >= masked_count[:, None]
-    z = policy.conditions(prompt_ids, tokens, known, guided=False)[0]
+    z = policy.conditions(policy.context(prompt_ids, guided=False), tokens, known, guided=False)[0]
     x0 = tokens[~known].repeat(HEAD_REPEATS, 1)
     z = z[~known].repeat(HEAD_REPEATS, 1)
     timestep = torch.randint(policy.config.train_timesteps, (len(x0),), generator=rng)

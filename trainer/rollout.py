@@ -21,7 +21,7 @@ from trainer.algorithm.objective import Objective, StepQueries, plan, queries
 from trainer.algorithm.schedule import choose_ar_steps, choose_diffusion_steps, diffusion_step_weights
 from trainer.algorithm.seeds import derive_seed, generator
 from trainer.algorithm.transitions import gaussian_log_prob
-from trainer.algorithm.types import Trajectory
+from trainer.algorithm.types import Gaussian, Trajectory
 from trainer.checkpoints import Pending
 from trainer.config import AlgorithmConfig, Config
 from trainer.evaluate import Flags, Floats, columns, share
@@ -67,9 +67,9 @@ class Sampler:
                 )
                 if extra:
                     part = replace(part, extra_chains=self.policy.extra_trajectories(part, extra, seeds))
-                parts.append(part)
-        rollout.trajectory = Trajectory.cat(parts)
-        rollout.uncertain = plan(rollout.trajectory, self.objective)
+                part = replace(part, stitched=part.stitched[..., :0])  # has served: extra trajectories start from it
+                parts.append(part.to(self.home))
+        self.keep(rollout, Trajectory.cat(parts))
         self.submit(rollout)
         if self.config.off_policy:
             self._record_log_probs(rollout)
@@ -80,20 +80,38 @@ class Sampler:
 
         In one request: a relative reward compares the images of a group, and whole groups are what a process has.
         """
-        images = self.policy.decode(rollout.trajectory.tokens)
+        batch, tokens = self.config.train.rollout_batch, rollout.trajectory.tokens
+        parts = [tokens[i : i + batch].to(self.accelerator.device) for i in range(0, len(tokens), batch)]
+        images = np.concatenate([self.policy.decode(part) for part in parts])
         texts = [p.text for p in rollout.prompts]
         rollout.job = self.client.submit(images, texts, [p.metadata for p in rollout.prompts])
+
+    @property
+    def home(self) -> torch.device:
+        """Where rollouts wait."""
+        return torch.device("cpu") if self.config.train.offload_rollouts else self.accelerator.device
+
+    def keep(self, rollout: Rollout, trajectory: Trajectory) -> None:
+        """Let the rollout have its trajectory, and choose the tokens that MTE applies to."""
+        pin = self.home.type == "cpu" and self.accelerator.device.type == "cuda"
+        rollout.trajectory = trajectory.pinned() if pin else trajectory
+        rollout.uncertain = plan(rollout.trajectory, self.objective)
+
+    def part(self, rollout: Rollout, images: slice, ar_step: int) -> tuple[Trajectory, Tensor]:
+        """What scoring some images at an AR step reads, on the device: their trajectory and their uncertain tokens."""
+        device = self.accelerator.device
+        trajectory = rollout.trajectory.at(ar_step).select(images)
+        return trajectory.to(device), rollout.uncertain[images].to(device)
 
     def restore(self, pending: Pending) -> Rollout:
         """A rollout as :meth:`Rollout.pending` saved it; images whose scores had not come are sent again."""
         rollout = self._empty(pending.values["index"])
-        groups: dict[str, dict[str, Any]] = {"trajectory": {}, "old": {}, "score": {}, "valid": {}}
+        groups: dict[str, dict[str, Any]] = {"trajectory": {}, "old": {}, "std": {}, "score": {}, "valid": {}}
         for name, tensor in pending.tensors.items():
             group, _, rest = name.partition(":")
             groups[group][rest] = tensor.to(self.accelerator.device)
-        rollout.trajectory = Trajectory.from_tensors(groups["trajectory"])
-        rollout.uncertain = plan(rollout.trajectory, self.objective)
-        rollout.old_log_probs = groups["old"]
+        self.keep(rollout, Trajectory.from_tensors(groups["trajectory"]).to(self.home))
+        rollout.old_log_probs, rollout.old_stds = groups["old"], groups["std"]
         if groups["score"]:
             scores, valid = ({k: v.cpu().numpy() for k, v in groups[g].items()} for g in ("score", "valid"))
             rollout.scores = (scores, valid)
@@ -112,18 +130,25 @@ class Sampler:
         weights = self.step_weights()
         for number, start in enumerate(range(0, len(rollout.seeds), train.micro_batch)):
             images = slice(start, start + train.micro_batch)
-            part = rollout.trajectory.select(images)
+            part, uncertain = self.part(rollout, images, ar_step)
             rows = queries(
                 part,
                 ar_step,
                 steps,
-                rollout.uncertain[images],
+                uncertain,
                 self.objective,
                 schedule=schedule,
                 step_weights_T=weights,
                 seeds=rollout.seeds[images],
             )
             yield number, images, part, rows
+
+    def scored(self, new: Gaussian, recorded_std: Tensor | None = None) -> Gaussian:
+        """The distribution whose log-probabilities count: with ``policy.variance: recorded``, its std is that of the
+        policy that sampled (``recorded_std``; None: the two are the same still), and no gradient goes through it."""
+        if self.config.policy.variance == "current":
+            return new
+        return replace(new, std=new.std.detach() if recorded_std is None else recorded_std)
 
     @property
     def guided(self) -> bool:
@@ -151,6 +176,8 @@ class Sampler:
                 with self.accelerator.autocast():
                     gaussian = self.policy.forward(part, ar_step, step.rows, self.guided)
                 rollout.old_log_probs[f"{ar_step}/{number}"] = gaussian_log_prob(step.rows.target, gaussian)
+                if gaussian.std.shape[-1] > 1 and self.config.policy.variance == "recorded":
+                    rollout.old_stds[f"{ar_step}/{number}"] = gaussian.std
 
 
 @dataclass
@@ -168,6 +195,8 @@ class Rollout:
     """(B, N) bool: tokens that MTE applies to"""
     old_log_probs: dict[str, Tensor] = field(default_factory=dict)
     """``AR step/micro-batch`` -> (Q, C); empty when updates are strictly on-policy"""
+    old_stds: dict[str, Tensor] = field(default_factory=dict)
+    """The same of the std, where the head predicts it and ``policy.variance`` is recorded"""
     job: Future[RewardScores] | None = None
     scores: tuple[dict[str, Floats], dict[str, Flags]] | None = None
     """(B,) numbers and validity by name (see :func:`trainer.evaluate.columns`), once received"""
@@ -191,6 +220,7 @@ class Rollout:
         """For a checkpoint. Scores are kept if they have come and none is missing; else the images go out again."""
         tensors = {f"trajectory:{k}": v for k, v in self.trajectory.tensors().items()}
         tensors |= {f"old:{k}": v for k, v in self.old_log_probs.items()}
+        tensors |= {f"std:{k}": v for k, v in self.old_stds.items()}
         if self.job is not None and self.job.done() and self.job.exception() is None:
             self.collect(weights)
         if self.scores is not None and all(valid.all() for valid in self.scores[1].values()):

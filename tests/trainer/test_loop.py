@@ -365,3 +365,29 @@ def test_resuming_with_another_head_names_the_setting(make_run):
     train(make_run(train={"steps": 1}))
     with pytest.raises(CheckpointError, match=r"trained with algorithm\.head frozen, not only"):
         make_run(algorithm={"head": "only"}, checkpoint={"resume": "auto"})
+
+
+def test_offloaded_rollouts_train_the_same(make_run, tmp_path):
+    runs = [
+        make_run(
+            train={"offload_rollouts": offload, "micro_batch": 5, "depth": 1},
+            report={"run_dir": tmp_path / str(offload), "snr_groups": 2},
+        )
+        for offload in (False, True)
+    ]
+    for run in runs:
+        train(run)
+    one, two = (lasting(metrics(run)) for run in runs)
+    assert one == two
+    assert runs[0].folder.signal.read() == runs[1].folder.signal.read()
+
+
+def test_a_rollout_keeps_only_what_scoring_reads(make_run):
+    run = make_run()
+    rollout = run.sampler.sample(0)
+    assert rollout.trajectory.stitched.numel() == 0
+    step = max(rollout.ar_steps)
+    part, uncertain = run.sampler.part(rollout, slice(2, 4), step)
+    assert set(part.full_chains) == {step}
+    assert set(part.full_latents) <= {step - 1, step}
+    assert len(part) == len(uncertain) == 2

@@ -111,7 +111,8 @@ def test_stitched_condition_is_that_of_the_step_of_prediction():
     trajectory = policy.rollout(PROMPTS, SEEDS)
     for step in range(policy.ar_steps):
         with torch.no_grad():
-            z = policy.conditions(trajectory.prompt_ids, trajectory.tokens, trajectory.predicted_at < step, True)
+            context = policy.context(trajectory.prompt_ids, True)
+            z = policy.conditions(context, trajectory.tokens, trajectory.predicted_at < step, True)
         kept = trajectory.predicted_at == step
         assert torch.allclose(trajectory.stitched.transpose(0, 1)[:, kept], z[:, kept], atol=1e-5)
 

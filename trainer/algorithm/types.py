@@ -75,6 +75,20 @@ class Trajectory:
                 changes[f.name] = {k: v[images] for k, v in value.items()}
         return replace(self, **changes)  # type: ignore[arg-type]
 
+    def at(self, ar_step: int) -> Trajectory:
+        """Without what scoring an AR step does not read: maps of other steps, and z*."""
+        maps = self.full_chains, self.full_latents
+        chains, latents = ({k: v for k, v in recorded.items() if 0 <= ar_step - k <= 1} for recorded in maps)
+        return replace(self, stitched=self.stitched[..., :0], full_chains=chains, full_latents=latents)
+
+    def to(self, device: torch.device) -> Trajectory:
+        """On a device; from pinned memory without waiting for the copy."""
+        return Trajectory.from_tensors({k: v.to(device, non_blocking=v.is_pinned()) for k, v in self.tensors().items()})
+
+    def pinned(self) -> Trajectory:
+        """In page-locked memory of the CPU, from which a GPU can fetch while the program goes on."""
+        return Trajectory.from_tensors({k: v.pin_memory() for k, v in self.tensors().items()})
+
     def tensors(self) -> dict[str, Tensor]:
         """Flat names to tensors, for checkpoints of rollouts that wait for their scores."""
         flat: dict[str, Tensor] = {}

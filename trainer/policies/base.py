@@ -18,6 +18,14 @@ from trainer.algorithm.transitions import Schedule
 from trainer.algorithm.types import Gaussian, Queries, Trajectory
 
 
+class Reference(Protocol):
+    """The frozen policy that KL is measured against: all that is asked of it."""
+
+    def forward(self, trajectory: Trajectory, ar_step: int, queries: Queries, guided: bool) -> Gaussian:
+        """As :meth:`Policy.forward`."""
+        ...
+
+
 @runtime_checkable
 class Policy(Protocol):
     """A masked autoregressive image model with a diffusion head (see :mod:`trainer.algorithm.types` for shapes)."""
@@ -35,14 +43,28 @@ class Policy(Protocol):
         ...
 
     @classmethod
-    def load(cls, path: Path, *, ar_steps: int = ..., diffusion_steps: int = ..., guidance: float = ...) -> Policy:
-        """Read weights from ``path``, in evaluation mode on the CPU. ``ar_steps`` (K), ``diffusion_steps`` (T) and
-        ``guidance`` (1 = none) have defaults of the family's own. Raises FileNotFoundError, or ValueError if the file
-        is not of this family or a setting does not fit it."""
+    def load(
+        cls, source: str | Path, *, ar_steps: int = ..., diffusion_steps: int = ..., guidance: float = ...
+    ) -> Policy:
+        """Read weights, in evaluation mode on the CPU: a folder in the family's official layout, a hub id (from the
+        local cache), or a file of :meth:`save`. ``ar_steps`` (K), ``diffusion_steps`` (T) and ``guidance`` (1 = none)
+        have defaults of the family's own; further keyword arguments are its ``policy.options``. Raises
+        FileNotFoundError that says how to get what is missing, or ValueError if the weights are not of this family or
+        a setting does not fit them."""
         ...
 
     def save(self, path: Path, note: dict[str, str] | None = None) -> None:
         """Write weights that :meth:`load` reads, with a note of where they come from."""
+        ...
+
+    def restore(self, path: Path) -> None:
+        """Read in place the weights that :meth:`save` of the same model wrote. Raises RuntimeError if they do not
+        fit, OSError or SafetensorError if the file cannot be read."""
+        ...
+
+    def export(self, folder: Path) -> None:
+        """Write the checkpoint in the family's official layout, which :meth:`load` reads, too. Raises
+        FileNotFoundError or ValueError if the frozen parts cannot be had."""
         ...
 
     def check_prompts(self, prompts: Sequence[str]) -> None:

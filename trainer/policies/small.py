@@ -15,7 +15,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -27,11 +27,9 @@ from safetensors.torch import save
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention, silu
 
-from trainer.algorithm.schedule import predicted_at, tokens_per_ar_step
-from trainer.algorithm.seeds import generator, normal
-from trainer.algorithm.transitions import DDPM, sample
-from trainer.algorithm.types import Gaussian, Queries, Trajectory
+from trainer.algorithm.transitions import DDPM
 from trainer.policies.base import Policy
+from trainer.policies.masked import MaskedPolicy
 
 WORDS = tuple(
     "<pad> <null> a one two three four left right of above below red yellow green cyan blue purple "
@@ -169,13 +167,14 @@ class DiffusionHead(nn.Module):
         return out
 
 
-class SmallPolicy(nn.Module):
+class SmallPolicy(MaskedPolicy):
     """The small MAR as a policy (:class:`trainer.policies.base.Policy`).
 
     ``ar_steps`` (K, 1..16), ``diffusion_steps`` (T, at least 2) and ``guidance`` (1 = none) are sampling settings:
     one checkpoint serves any of them.
     """
 
+    schedule: DDPM
     codec_mean: Tensor
     codec_basis: Tensor
     codec_scale: Tensor
@@ -236,96 +235,30 @@ class SmallPolicy(nn.Module):
         images: NDArray[np.uint8] = ((pixels + 1) * 127.5).round().clamp(0, 255).to(torch.uint8).cpu().numpy()
         return images
 
-    # ---- scoring ---------------------------------------------------------------------------------------------
+    # ---- the model -------------------------------------------------------------------------------------------
 
-    def conditions(self, prompt_ids: Tensor, tokens: Tensor, known: Tensor, guided: bool) -> Tensor:
-        """z (H, B, N, D): one backbone pass; with guidance the unconditional half rides in the same batch."""
-        if not guided or self.guidance == 1.0:
-            return self.backbone(prompt_ids, tokens, known)[None]  # type: ignore[no-any-return]
+    def encode_prompts(self, prompts: Sequence[str]) -> Tensor:
+        """(B, MAX_WORDS) int64: see :func:`encode_prompts`."""
+        return encode_prompts(prompts)
+
+    def context(self, prompt_ids: Tensor, guided: bool) -> Tensor:
+        """(H * B, MAX_WORDS): the words, and the null prompt for the unconditional half; the backbone embeds them."""
+        if self.halves(guided) == 1:
+            return prompt_ids
         null = torch.full_like(prompt_ids, PAD)
         null[:, 0] = NULL
-        z: Tensor = self.backbone(torch.cat([prompt_ids, null]), tokens.repeat(2, 1, 1), known.repeat(2, 1))
-        return z.reshape(2, *tokens.shape[:2], -1)
+        return torch.cat([prompt_ids, null])
 
-    def transition(self, z_HQD: Tensor, x_QC: Tensor, step_Q: Tensor) -> Gaussian:
-        """One head step: the distribution of the next diffusion state. Sampling and scoring both come here."""
-        H, Q, D = z_HQD.shape
-        time = self.schedule.timesteps.to(x_QC.device)[step_Q]
-        v = self.head(x_QC.repeat(H, 1), time.repeat(H), z_HQD.reshape(H * Q, D)).float()
-        if H == 2:
-            conditional, unconditional = v.chunk(2)
-            v = unconditional + self.guidance * (conditional - unconditional)
-        return self.schedule.transition(v, x_QC, step_Q)
+    def conditions(self, context: Tensor, tokens_BNC: Tensor, known_BN: Tensor, guided: bool) -> Tensor:
+        """z (H, B, N, D): one backbone pass; with guidance the unconditional half rides in the same batch."""
+        H = self.halves(guided)
+        z: Tensor = self.backbone(context, tokens_BNC.repeat(H, 1, 1), known_BN.repeat(H, 1))
+        return z.reshape(H, *tokens_BNC.shape[:2], -1)
 
-    def forward(self, trajectory: Trajectory, ar_step: int, queries: Queries, guided: bool) -> Gaussian:
-        """Score transitions of one AR step; see :meth:`trainer.policies.base.Policy.forward`."""
-        known = trajectory.predicted_at < ar_step
-        z = self.conditions(trajectory.prompt_ids, trajectory.tokens, known, guided)
-        return self.transition(z[:, queries.image, queries.token], queries.x, queries.step)
-
-    # ---- sampling --------------------------------------------------------------------------------------------
-
-    def check_prompts(self, prompts: Sequence[str]) -> None:
-        """Raises ValueError naming the first prompt with unknown words or too many of them."""
-        encode_prompts(prompts)
-
-    def _denoise(self, z_HMD: Tensor, noise_MTC: Tensor) -> Tensor:
-        """Run the chain from ``noise[:, 0]``; step t draws with ``noise[:, t + 1]``. Returns (M, T+1, C) states."""
-        x = noise_MTC[:, 0]
-        chain = [x]
-        for step in range(self.schedule.steps):
-            steps = torch.full((len(x),), step, device=x.device)
-            x = sample(self.transition(z_HMD, x, steps), noise_MTC[:, step + 1])
-            chain.append(x)
-        return torch.stack(chain, dim=1)
-
-    @torch.no_grad()
-    def rollout(
-        self,
-        prompts: Sequence[str],
-        seeds: Sequence[int],
-        *,
-        full_chains_at: Collection[int] = (),
-        full_latents_at: Collection[int] = (),
-    ) -> Trajectory:
-        """Sample one image per prompt; see :meth:`trainer.policies.base.Policy.rollout`."""
-        device = self.codec_mean.device
-        B, N, C, T = len(prompts), self.tokens, self.channels, self.schedule.steps
-        prompt_ids = encode_prompts(prompts).to(device)
-        order = torch.stack([torch.randperm(N, generator=generator(seed, "order")) for seed in seeds])
-        kept_at = predicted_at(order, tokens_per_ar_step(N, self.ar_steps)).to(device)
-        kept_noise = normal(seeds, (N, T + 1, C), "kept").to(device)
-        tokens, chain = torch.zeros(B, N, C, device=device), torch.zeros(B, N, T + 1, C, device=device)
-        stitched: Tensor | None = None
-        full_chains, full_latents = {}, {}
-        for step in range(self.ar_steps):
-            known, kept = kept_at < step, kept_at == step
-            z = self.conditions(prompt_ids, tokens, known, guided=True)  # (H, B, N, D)
-            if stitched is None:
-                stitched = torch.zeros(B, len(z), N, z.shape[-1], device=device, dtype=z.dtype)
-            stitched = torch.where(kept[:, None, :, None], z.transpose(0, 1), stitched)
-            wanted, noise = kept, kept_noise
-            if step in full_chains_at or step in full_latents_at:
-                other = normal(seeds, (N, T + 1, C), "unknown", step).to(device)
-                wanted, noise = ~known, torch.where(kept[..., None, None], kept_noise, other)
-            states = torch.zeros(B, N, T + 1, C, device=device)
-            states[wanted] = self._denoise(z[:, wanted], noise[wanted])
-            if step in full_chains_at:
-                full_chains[step] = states
-            if step in full_latents_at:
-                full_latents[step] = torch.where(known[..., None], tokens, states[:, :, -1])
-            chain = torch.where(kept[..., None, None], states, chain)
-            tokens = torch.where(kept[..., None], states[:, :, -1], tokens)
-        assert stitched is not None
-        return Trajectory(prompt_ids, tokens, kept_at, chain, stitched, full_chains, full_latents)
-
-    @torch.no_grad()
-    def extra_trajectories(self, trajectory: Trajectory, count: int, seeds: Sequence[int]) -> Tensor:
-        """(B, S, N, T+1, C) fresh chains from z*; see :meth:`trainer.policies.base.Policy.extra_trajectories`."""
-        z = trajectory.stitched.transpose(0, 1).flatten(1, 2)  # (H, B * N, D)
-        B, N, T, C = len(trajectory), self.tokens, self.schedule.steps, self.channels
-        noises = [normal(seeds, (N, T + 1, C), "extra", s).to(z.device).flatten(0, 1) for s in range(count)]
-        return torch.stack([self._denoise(z, noise).reshape(B, N, T + 1, C) for noise in noises], dim=1)
+    def head_output(self, x_QC: Tensor, time_Q: Tensor, condition_QW: Tensor) -> Tensor:
+        """(Q, C): the predicted velocity."""
+        velocity: Tensor = self.head(x_QC, time_Q.expand(len(x_QC)), condition_QW)
+        return velocity
 
     # ---- parameters and files --------------------------------------------------------------------------------
 
@@ -347,9 +280,17 @@ class SmallPolicy(nn.Module):
         temporary.write_bytes(save({k: v.cpu().contiguous() for k, v in self.state_dict().items()}, metadata))
         temporary.replace(path)
 
+    def export(self, folder: Path) -> None:
+        """The family's own layout is the file of :meth:`save`."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self.save(folder / "policy.safetensors")
+
     @classmethod
-    def load(cls, path: Path, *, ar_steps: int = 8, diffusion_steps: int = 16, guidance: float = 1.0) -> SmallPolicy:
-        """Read a checkpoint. Raises FileNotFoundError, or ValueError if it is not one of this model."""
+    def load(
+        cls, source: str | Path, *, ar_steps: int = 8, diffusion_steps: int = 16, guidance: float = 1.0
+    ) -> SmallPolicy:
+        """Read a checkpoint's file. Raises FileNotFoundError, or ValueError if it is not one of this model."""
+        path = Path(source)
         if not path.is_file():
             raise FileNotFoundError(f"no checkpoint at {path}; make one with `python trainer/pretrain.py`")
         try:
