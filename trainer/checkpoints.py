@@ -103,9 +103,10 @@ def save(
     accelerator.wait_for_everyone()
     torch.save(_random_states(), partial / f"process-{rank}.pt")
     _write_pending(partial / f"pending-{rank}.safetensors", pending)
+    states = {name: part.state_dict() for name, part in training.items()}  # sharded ones are gathered by all
     if accelerator.is_main_process:
         policy.save(partial / "policy.safetensors", {"step": str(step)})
-        torch.save({name: part.state_dict() for name, part in training.items()}, partial / "training.pt")
+        torch.save(states, partial / "training.pt")
         head = {"format": FORMAT, "step": step, "processes": accelerator.num_processes}
         (partial / "manifest.json").write_text(json.dumps({**head, **manifest}, indent=1))
     accelerator.wait_for_everyone()

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from pydantic import ConfigDict, ValidationError, create_model
+from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from trainer.config import Config, PolicyConfig, UserError
@@ -37,6 +38,19 @@ def family_of(name: str) -> type[Policy]:
         raise UserError(f"policy.name: there is no policy {name!r}; there are: {', '.join(known)}")
     family: type[Policy] = getattr(importlib.import_module(f"trainer.policies.{name}"), _class_name(name))
     return family
+
+
+def family_in(weights: Path) -> str:
+    """The family that wrote a file of weights: it signs with its name. Raises UserError if no family did."""
+    try:
+        with safe_open(weights, framework="pt") as file:
+            signed: list[str] = list(file.metadata() or {})
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{weights} is not a safetensors file: {error}") from error
+    for name in signed:
+        if name.isidentifier() and (FOLDER / f"{name}.py").is_file():
+            return name
+    raise UserError(f"{weights} was not written by this trainer: its metadata name no family")
 
 
 def _class_name(name: str) -> str:

@@ -14,7 +14,7 @@ from accelerate.utils import broadcast_object_list
 from torch import nn
 
 from reward_server import options
-from trainer import checkpoints, families, lora, parts
+from trainer import checkpoints, families, lora, parts, sharding
 from trainer.config import Config, LoraSettings, UserError
 from trainer.evaluate import TOTAL, Interval, spread
 from trainer.loop import Run, exchanged, train, training_states
@@ -94,8 +94,14 @@ def build(config: Config, accelerator: Accelerator, client: RewardClient, root: 
     module = families.as_module(policy).to(accelerator.device)
     families.prepare_prompts(policy, [prompt.text for prompt in [*prompts, *heldout]])
     parameters, reference = trained_and_reference(policy, config)
+    twin = sharding.ShardedTwin(policy, accelerator) if sharding.asked_for(config) else None
+    if twin is not None:
+        parameters = twin.parameters_like(parameters)
     optimizer, scheduler = parts.build_optimizer(config, parameters)
-    model, prepared = accelerator.prepare(module, optimizer)
+    if twin is not None:
+        model, prepared = twin.module, sharding.ShardedOptimizer(optimizer, keeps=accelerator.is_main_process)
+    else:
+        model, prepared = accelerator.prepare(module, optimizer)
     sampler = Sampler(
         config=config,
         objective=build_objective(config.algorithm),
@@ -111,6 +117,7 @@ def build(config: Config, accelerator: Accelerator, client: RewardClient, root: 
         policy=policy,
         saved=lora.Merged(policy) if config.policy.lora.rank else policy,
         model=model,
+        twin=twin,
         reference=reference,
         parameters=parameters,
         optimizer=prepared,
@@ -147,6 +154,8 @@ def restore(run: Run, checkpoint: Path | None) -> None:
         )
         if loaded.pending:
             check_same_rollouts(run, checkpoint, manifest)
+        if run.twin is not None:
+            run.twin.adopt()
         parts.renew_settings(run.config, run.optimizer, run.scheduler)
         changed = [f"{k} {old} -> {new}" for k, (old, new) in changes(run, manifest).items()]
         exchanges = exchanged(manifest, run.manifest)

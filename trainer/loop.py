@@ -27,6 +27,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
 from trainer import checkpoints
@@ -36,6 +37,7 @@ from trainer.algorithm.types import Gaussian, Trajectory
 from trainer.config import Config, UserError
 from trainer.diagnostics import measure_signal
 from trainer.evaluate import TOTAL, Flags, Floats, evaluate, share, spread
+from trainer.families import as_module
 from trainer.lora import Adapters
 from trainer.metrics import Totals, reward_metrics
 from trainer.policies.base import Policy, Reference
@@ -43,6 +45,7 @@ from trainer.prompts import Prompt
 from trainer.report import RunFolder
 from trainer.rewards import RewardError
 from trainer.rollout import Rollout, Sampler
+from trainer.sharding import ShardedTwin
 from trainer.together import Stopped, agree, wait_for_scores
 
 logger = logging.getLogger(__name__)
@@ -63,6 +66,8 @@ class Run:
     """What is written as the policy: itself, or itself with adapters merged."""
     model: nn.Module
     """The same policy as accelerate wrapped it: scoring with gradient."""
+    twin: ShardedTwin | None
+    """What holds ``model`` together with the policy when it is sharded."""
     reference: Reference | None
     """The frozen policy that KL is measured against; None when beta is 0."""
     parameters: list[nn.Parameter]
@@ -270,9 +275,12 @@ def backward(
         if run.reference is not None:
             with torch.no_grad(), run.accelerator.autocast():
                 reference = run.reference.forward(part, ar_step, step.kl_queries(), run.sampler.guided)
-        # Gradients of all passes add up locally; the last one adds them up over processes.
-        with contextlib.nullcontext() if final else run.accelerator.no_sync(run.model):
-            new: Gaussian = run.model(part, ar_step, step.rows, run.sampler.guided)
+        # Gradients of all passes add up locally; the last one adds them up over processes. Sharded, each pass does:
+        # a whole gradient is what a process has no room for.
+        alone = final or run.twin is not None
+        with contextlib.nullcontext() if alone else run.accelerator.no_sync(run.model):
+            with run.accelerator.autocast():
+                new: Gaussian = run.model(part, ar_step, step.rows, run.sampler.guided)
             result = loss(
                 step,
                 run.sampler.scored(new, None if old_std is None else old_std[kept]),
@@ -301,7 +309,8 @@ def used_images(
 
 def optimizer_step(run: Run) -> float:
     """Clip, step and clear; returns the gradient's norm before clipping. Raises UserError if it is not finite."""
-    norm = float(run.accelerator.clip_grad_norm_(run.parameters, run.config.train.max_grad_norm))
+    clipped = run.accelerator.clip_grad_norm_(run.parameters, run.config.train.max_grad_norm)
+    norm = float(clipped.full_tensor() if isinstance(clipped, DTensor) else clipped)
     if not math.isfinite(norm) and run.accelerator.scaler is None:  # with a loss scaler, overflow is part of its search
         raise UserError(
             f"the gradient of step {run.step} is not finite (norm {norm}); lower train.learning_rate, or leave out "
@@ -310,6 +319,8 @@ def optimizer_step(run: Run) -> float:
     run.optimizer.step()
     run.scheduler.step()
     run.optimizer.zero_grad(set_to_none=True)
+    if run.twin is not None:
+        run.twin.publish()
     return norm
 
 
@@ -340,7 +351,8 @@ def log_signal(run: Run, rollout: Rollout, advantages: Advantages, bar: Any) -> 
     if run.config.report.snr_groups == 0:
         return
     bar.set_description("measuring the gradient's signal-to-noise")  # longer than a step: do not look stuck
-    measured = measure_signal(run.sampler, rollout, advantages, run.parameters)
+    trained = [p for p in as_module(run.policy).parameters() if p.requires_grad]
+    measured = measure_signal(run.sampler, rollout, advantages, trained)
     bar.set_description("train")
     if run.folder is not None and measured is not None:
         run.folder.signal.append(run.step, measured)

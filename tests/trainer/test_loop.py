@@ -6,6 +6,7 @@ import time
 import numpy as np
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 
 from trainer import checkpoints, loop
 from trainer.checkpoints import CheckpointError
@@ -391,3 +392,28 @@ def test_a_rollout_keeps_only_what_scoring_reads(make_run):
     assert set(part.full_chains) == {step}
     assert set(part.full_latents) <= {step - 1, step}
     assert len(part) == len(uncertain) == 2
+
+
+@pytest.fixture
+def fresh_accelerator():
+    """accelerate keeps one precision per process."""
+    AcceleratorState._reset_state()
+    yield
+    AcceleratorState._reset_state()
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_bfloat16_computes_while_weights_and_optimizer_stay_float32(make_run, fresh_accelerator, depth):
+    run = make_run(train={"mixed_precision": "bf16", "depth": depth})
+    seen = []
+    run.policy.backbone.blocks[0].qkv.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
+    train(run)
+    assert set(seen) == {torch.bfloat16}  # in sampling, in scoring and in the reference
+    assert {p.dtype for p in run.policy.parameters()} == {torch.float32}
+    assert {v.dtype for state in run.optimizer.state_dict()["state"].values() for v in state.values()} == {
+        torch.float32
+    }
+    lines = metrics(run)
+    assert lines[0]["ratio_mean"] == pytest.approx(1.0, abs=1e-6)  # recorded and recomputed log-probabilities agree
+    assert lines[0]["kl"] == pytest.approx(0.0, abs=1e-9)
+    assert lines[-1]["kl"] > 0

@@ -1,6 +1,7 @@
 """What must hold for every family (:mod:`tests.trainer.policies.families`), on tiny random weights."""
 
 import copy
+import inspect
 import math
 from dataclasses import replace
 
@@ -235,3 +236,32 @@ def test_a_rollout_can_be_split_and_joined_by_image(rolled):
     parts = Trajectory.cat([rolled.select(slice(0, 1)), rolled.select(torch.tensor([1, 2, 3]))])
     for name, tensor in rolled.tensors().items():
         assert torch.equal(parts.tensors()[name], tensor), name
+
+
+def test_chains_and_transitions_stay_in_float32_under_autocast(policy, family, trajectory):
+    """The backbone computes in bfloat16; sampling and scoring still agree as they do without, near t = 0, too."""
+    noise_BNTC = normal(SEEDS, (policy.tokens, T + 1, policy.channels), "kept")
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        sampled = policy.rollout(family.prompts, SEEDS)
+        assert {sampled.tokens.dtype, sampled.chain.dtype} == {torch.float32}
+        assert not torch.equal(sampled.tokens, trajectory.tokens)  # autocast does reach the model
+        for ar_step in range(policy.ar_steps):
+            for step in policy.schedule.stochastic_steps:
+                rows = kept_rows(sampled, ar_step, step)
+                gaussian = policy(sampled, ar_step, rows, True)
+                assert {gaussian.mean.dtype, gaussian.std.dtype} == {torch.float32}
+                found = (rows.target - gaussian.mean) / gaussian.std
+                assert float((found - noise_BNTC[rows.image, rows.token, step + 1]).abs().max()) < 1e-3
+
+
+def test_recomputed_activations_give_the_same_gradient(family, policy, trajectory):
+    if "activation_checkpointing" not in inspect.signature(type(policy).load).parameters:
+        assert family.name == "small"  # too small to need it
+        return
+    gradients = []
+    for recompute in (False, True):
+        trained = freeze(found := family.load(activation_checkpointing=recompute), "frozen")
+        whole_loss(found, trajectory, torch.tensor([1.0, -0.5, 0.25, -1.0]), mte_trajectories=0).backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in trained]))
+        assert not found.training
+    assert torch.allclose(*gradients, rtol=1e-4, atol=1e-6 * float(gradients[0].abs().max()))
