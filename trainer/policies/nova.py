@@ -252,7 +252,8 @@ def pipeline_folder(source: str) -> Path:
         return Path(snapshot_download(source, local_files_only=True))
     except LocalEntryNotFoundError as error:
         raise FileNotFoundError(
-            f"{source} is not in the local cache; get it ({LICENCE}) with: hf download {source}"
+            f"there is no folder {source}, and the local cache has no such hub id; if it is one, get it ({LICENCE}) "
+            f"with: hf download {source}"
         ) from error
 
 
