@@ -23,6 +23,7 @@ import io
 import re
 import sys
 import types
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
@@ -230,6 +231,7 @@ class Published:
             mock.patch.dict(self.trainer.__dict__, replaced),
             mock.patch.object(PIL.Image.Image, "save"),
             contextlib.redirect_stdout(io.StringIO()),
+            warnings.catch_warnings(action="ignore"),
         ):
             self._compute_loss()
         torch.set_grad_enabled(True)
