@@ -214,6 +214,10 @@ class TrainConfig(Section):
         default=0, description="rollouts that may wait for scores while the next is sampled; 0: strictly on-policy"
     )
     micro_batch: Count = Field(default=64, description="images per backward pass and process (bounds memory)")
+    head_rows: Count = Field(
+        default=8192,
+        description="transitions that the head scores at once; of more, activations are recomputed (bounds memory)",
+    )
     rollout_batch: Count = Field(default=128, description="images sampled at once per process (bounds memory)")
     offload_rollouts: bool = Field(
         default=False, description="keep rollouts in the CPU's (pinned) memory; micro-batches go to the device"

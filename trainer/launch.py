@@ -91,6 +91,7 @@ def build(config: Config, accelerator: Accelerator, client: RewardClient, root: 
         "base_checkpoint": families.fingerprint(weights),
     }
     parts.check_relative(config, client, accelerator)
+    policy.head_rows = config.train.head_rows
     module = families.as_module(policy).to(accelerator.device)
     families.prepare_prompts(policy, [prompt.text for prompt in [*prompts, *heldout]])
     parameters, reference = trained_and_reference(policy, config)

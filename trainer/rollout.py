@@ -20,7 +20,7 @@ from torch import Tensor
 from trainer.algorithm.objective import Objective, StepQueries, plan, queries
 from trainer.algorithm.schedule import choose_ar_steps, choose_diffusion_steps, diffusion_step_weights
 from trainer.algorithm.seeds import derive_seed, generator
-from trainer.algorithm.transitions import gaussian_log_prob
+from trainer.algorithm.transitions import Schedule, gaussian_log_prob
 from trainer.algorithm.types import Gaussian, Trajectory
 from trainer.checkpoints import Pending
 from trainer.config import AlgorithmConfig, Config
@@ -40,12 +40,6 @@ class Sampler:
     prompts: PromptSampler
     client: RewardClient
     accelerator: Accelerator
-
-    def step_weights(self) -> Tensor:
-        """(T,) weight of each diffusion step, mean 1 over those that may be trained."""
-        chosen = self.config.algorithm.diffusion_steps
-        allowed = chosen if isinstance(chosen, list) else self.policy.schedule.stochastic_steps
-        return diffusion_step_weights(self.policy.schedule, self.config.algorithm.diffusion_weights, allowed)
 
     def sample(self, index: int) -> Rollout:
         """Sample the rollout of step ``index`` and send its images to be scored.
@@ -127,7 +121,7 @@ class Sampler:
             self.config.algorithm.diffusion_steps,
             generator(train.seed, "diffusion steps", rollout.index, ar_step),
         )
-        weights = self.step_weights()
+        weights = step_weights(schedule, self.config.algorithm)
         for number, start in enumerate(range(0, len(rollout.seeds), train.micro_batch)):
             images = slice(start, start + train.micro_batch)
             part, uncertain = self.part(rollout, images, ar_step)
@@ -231,6 +225,13 @@ class Rollout:
 
 def _tensor(array: NDArray[np.generic]) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(array))
+
+
+def step_weights(schedule: Schedule, algorithm: AlgorithmConfig) -> Tensor:
+    """(T,) weight of each diffusion step, mean 1 over those that may be trained."""
+    chosen = algorithm.diffusion_steps
+    allowed = chosen if isinstance(chosen, list) else schedule.stochastic_steps
+    return diffusion_step_weights(schedule, algorithm.diffusion_weights, allowed)
 
 
 def build_objective(algorithm: AlgorithmConfig) -> Objective:

@@ -22,15 +22,18 @@ from reward_server import options
 from trainer.config import ALIASES, ENV_PREFIX, Command, Config, UserError
 
 PROG = "trainer/run.py"
+DRY_RUN = "--dry-run"
 
 
 def main(argv: list[str] | None = None) -> int:
     """The command; returns the exit status: 0, 2 after a user's mistake, 130 after a second Ctrl-C."""
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    only_estimate = DRY_RUN in arguments
     config = options.load(
         Config,
-        argv,
+        [argument for argument in arguments if argument != DRY_RUN],
         prog=PROG,
-        description=str(Config.__doc__),
+        description=f"{Config.__doc__} {DRY_RUN}: say what the run would take, without a GPU and without weights.",
         env_prefix=ENV_PREFIX,
         aliases=ALIASES,
         env_siblings=[Command],
@@ -41,6 +44,11 @@ def main(argv: list[str] | None = None) -> int:
     from trainer.parts import SHOWN_ERRORS
 
     try:
+        if only_estimate:
+            from trainer.dry_run import dry_run
+
+            print(dry_run(config))
+            return 0
         with stop_requests() as stop:
             launch(config, stop)
     except (UserError, *SHOWN_ERRORS) as error:

@@ -36,6 +36,8 @@ class Policy(Protocol):
     """C"""
     ar_steps: int
     """K"""
+    head_rows: int
+    """Transitions that the head scores at once with gradient, which bounds what it keeps for the backward pass."""
 
     @property
     def schedule(self) -> Schedule:

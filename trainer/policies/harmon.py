@@ -14,7 +14,6 @@ import logging
 import re
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
@@ -37,9 +36,8 @@ from trainer.policies.harmon_model import (
     without_output_layer,
 )
 from trainer.policies.mar_parts import Mar, known_index, load_strictly, mar_schedule
-from trainer.policies.masked import MaskedPolicy
+from trainer.policies.masked import HeadPrecision, MaskedPolicy, checked
 
-HeadPrecision = Literal["float32", "autocast"]
 LICENCE = "S-Lab License 1.0: no commercial use"
 STRIDE = 16
 DECODED_AT_ONCE = 4
@@ -67,7 +65,6 @@ class HarmonPolicy(MaskedPolicy):
         diffusion_steps: int = 25,
         guidance: float = 3.0,
         image_size: int = 512,
-        head_precision: HeadPrecision = "float32",
     ) -> None:
         super().__init__()
         if image_size < STRIDE or image_size % STRIDE:
@@ -75,9 +72,7 @@ class HarmonPolicy(MaskedPolicy):
         side = image_size // STRIDE
         self.config, self.prompts, self.grid = config, prompts, (side, side)
         self.tokens, self.channels = side * side, config.mar.channels
-        if head_precision not in ("float32", "autocast"):
-            raise ValueError(f"policy.options.head_precision must be float32 or autocast, not {head_precision!r}")
-        self.ar_steps, self.guidance, self.head_precision = ar_steps, guidance, head_precision
+        self.ar_steps, self.guidance = ar_steps, guidance
         self.tokens_per_step()  # raises if ar_steps does not fit
         with torch.device("cpu"):  # tables, even where the modules are built without weights
             self.schedule = mar_schedule(diffusion_steps)
@@ -121,24 +116,14 @@ class HarmonPolicy(MaskedPolicy):
 
     # ---- the head --------------------------------------------------------------------------------------------
 
-    # In float32 by default, under autocast too: the first of 25 steps multiplies epsilon by 1,327, so that bfloat16's
-    # rounding moves the mean by several standard deviations, and the published KL is an exponential of such moves.
-
     def head_condition(self, z: Tensor) -> Tensor:
         """(..., D) -> (..., W): what all diffusion steps of a token share."""
-        with self._head_precision(z):
-            return self.mar.head.condition(z.float() if self.head_precision == "float32" else z)
+        return self.mar.head.condition(z)
 
     def head_output(self, x_QC: Tensor, time_Q: Tensor, condition_QW: Tensor) -> Tensor:
         """(Q, 2C): epsilon and the range of the variance."""
-        with self._head_precision(x_QC):
-            output: Tensor = self.mar.head(x_QC, time_Q, condition_QW)
+        output: Tensor = self.mar.head(x_QC, time_Q, condition_QW)
         return output
-
-    def _head_precision(self, like: Tensor) -> AbstractContextManager[Any]:
-        if self.head_precision == "autocast":
-            return nullcontext()
-        return torch.autocast(like.device.type, enabled=False)
 
     # ---- images ----------------------------------------------------------------------------------------------
 
@@ -209,7 +194,7 @@ class HarmonPolicy(MaskedPolicy):
         ``base``: the checkpoint of the frozen parts, in place of the one that a saved file names. ``image_size``: side
         in pixels; position embeddings are interpolated from those of 256 px. ``prompt_tokens``: the most that a prompt
         may take, template included. ``frozen_dtype``: of language model, projections and autoencoder; MAR is
-        float32. ``head_precision``: autocast lets mixed precision into the head, too, which is faster and rougher.
+        float32. ``head_precision``: :attr:`MaskedPolicy.head_precision`.
         ``activation_checkpointing``: recompute the blocks' activations, MAR's and the language model's, in the
         backward pass. Logs a warning that tells the licence. Raises FileNotFoundError with the command that helps,
         or ValueError for what does not fit.
@@ -230,8 +215,8 @@ class HarmonPolicy(MaskedPolicy):
                 diffusion_steps=diffusion_steps,
                 guidance=guidance,
                 image_size=image_size,
-                head_precision=head_precision,
             )
+        policy.head_precision = checked(head_precision)
         policy.origin = {"config": content, "base": str(folder.resolve()) if Path(base).is_dir() else base}
         state = without_output_layer(read_weights(folder), bool(policy.frozen.llm.config.tie_word_embeddings))
         rest = {k: v.to(dtype) for k, v in state.items() if not k.startswith("mar.")}
@@ -264,7 +249,8 @@ def checkpoint_folder(source: str) -> Path:
         return Path(snapshot_download(source, local_files_only=True))
     except LocalEntryNotFoundError as error:
         raise FileNotFoundError(
-            f"{source} is not in the local cache; get it ({LICENCE}) with: hf download {source}"
+            f"there is no folder {source}, and the local cache has no such hub id; if it is one, get it ({LICENCE}) "
+            f"with: hf download {source}"
         ) from error
 
 

@@ -33,7 +33,7 @@ from trainer.policies.mar_files import (
     write_official,
 )
 from trainer.policies.mar_parts import Mar, MarConfig, known_index, load_strictly, mar_schedule
-from trainer.policies.masked import MaskedPolicy
+from trainer.policies.masked import HeadPrecision, MaskedPolicy, checked
 
 GuidanceSchedule = Literal["linear", "constant"]
 DECODED_AT_ONCE = 8
@@ -196,13 +196,15 @@ class MarPolicy(MaskedPolicy):
         size: str | None = None,
         vae: str | Path | None = None,
         activation_checkpointing: bool = False,
+        head_precision: HeadPrecision = "float32",
     ) -> MarPolicy:
         """Read ``source``: an official checkpoint or a file of :meth:`save`, a folder that the official download made,
         or a hub id (from the local cache).
 
         ``size``: base, large or huge, where a folder has several. ``vae``: where the autoencoder is, if not by the
-        weights. ``activation_checkpointing``: recompute blocks in the backward pass. Raises FileNotFoundError saying
-        how to get what is missing, or ValueError for weights or settings that do not fit.
+        weights. ``activation_checkpointing``: recompute blocks in the backward pass. ``head_precision``:
+        :attr:`MaskedPolicy.head_precision`. Raises FileNotFoundError saying how to get what is missing, or ValueError
+        for weights or settings that do not fit.
         """
         found = folder_of(str(source))
         path = model_file(found, size) if found.is_dir() else found
@@ -224,6 +226,7 @@ class MarPolicy(MaskedPolicy):
             guidance_schedule=guidance_schedule,
             base=str(vae_path.resolve()) if Path(base).exists() else base,
         )
+        policy.head_precision = checked(head_precision)
         return policy.eval()
 
 

@@ -7,18 +7,30 @@ denoised together, W the width of the head's condition.
 
 from __future__ import annotations
 
+import typing
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from trainer.algorithm.schedule import predicted_at, tokens_per_ar_step
 from trainer.algorithm.seeds import generator, normal
 from trainer.algorithm.transitions import Schedule, sample
 from trainer.algorithm.types import Gaussian, Queries, Trajectory
+
+HeadPrecision = Literal["float32", "autocast"]
+
+
+def checked(precision: HeadPrecision) -> HeadPrecision:
+    """``precision``. Raises ValueError if there is none of that name."""
+    if precision not in typing.get_args(HeadPrecision):
+        raise ValueError(f"policy.options.head_precision must be float32 or autocast, not {precision!r}")
+    return precision
 
 
 class MaskedPolicy(nn.Module):
@@ -38,6 +50,12 @@ class MaskedPolicy(nn.Module):
     guidance: float
     """classifier-free guidance scale; 1: none, the unconditional half is not computed"""
     schedule: Schedule
+    head_precision: HeadPrecision = "float32"
+    """Of the head under autocast. A step multiplies the prediction by up to 10^3 and divides by a small std, and so the
+    rounding of bfloat16; measured in ``docs/decisions.md``. ``autocast``: as the backbone, faster and rougher."""
+    head_rows: int = 8192
+    """Transitions that the head scores at once with gradient; of more, activations are recomputed in the backward
+    pass, part by part: there are 10^5 of them in a micro-batch, and the head keeps up to 1 MB of each."""
 
     # ---- what a family gives ---------------------------------------------------------------------------------
 
@@ -84,6 +102,16 @@ class MaskedPolicy(nn.Module):
         """H: 2 if the unconditional half is needed, too."""
         return 2 if guided and self.guidance != 1.0 else 1
 
+    def _condition(self, z: Tensor) -> Tensor:
+        """:meth:`head_condition` in :attr:`head_precision`."""
+        if self.head_precision == "float32":
+            z = z.to(next(self.head_parameters()).dtype)
+        with self._head_context(z):
+            return self.head_condition(z)
+
+    def _head_context(self, like: Tensor) -> AbstractContextManager[Any]:
+        return nullcontext() if self.head_precision == "autocast" else torch.autocast(like.device.type, enabled=False)
+
     def transition(
         self, condition_HQW: Tensor, x_QC: Tensor, step_Q: Tensor, guidance: float | Tensor | None = None
     ) -> Gaussian:
@@ -95,7 +123,8 @@ class MaskedPolicy(nn.Module):
         H, Q, _ = condition_HQW.shape
         time = self.schedule.timesteps.to(x_QC.device)[step_Q]
         time = time.repeat(H) if len(time) == Q else time
-        output = self.head_output(x_QC.repeat(H, 1), time, condition_HQW.flatten(0, 1)).to(x_QC.dtype)
+        with self._head_context(x_QC):
+            output = self.head_output(x_QC.repeat(H, 1), time, condition_HQW.flatten(0, 1)).to(x_QC.dtype)
         if H == 2:
             conditional, unconditional = output.chunk(2)
             mean_part, other_part = conditional[:, : self.channels], unconditional[:, : self.channels]
@@ -108,9 +137,21 @@ class MaskedPolicy(nn.Module):
         """Score transitions of one AR step; see :meth:`trainer.policies.base.Policy.forward`."""
         known = trajectory.predicted_at < ar_step
         context = self.context(trajectory.prompt_ids, guided)
-        condition = self.head_condition(self.conditions(context, trajectory.tokens, known, guided))
-        rows = condition[:, queries.image, queries.token]
-        return self.transition(rows, queries.x, queries.step, self.guidance_at(ar_step))
+        condition = self._condition(self.conditions(context, trajectory.tokens, known, guided))
+        scale = self.guidance_at(ar_step)
+        if len(queries) <= self.head_rows or not torch.is_grad_enabled():
+            return self._score(condition, queries.image, queries.token, queries.x, queries.step, scale)
+        parts = []
+        for start in range(0, len(queries), self.head_rows):
+            q = queries.select(slice(start, start + self.head_rows))
+            parts.append(checkpoint(self._score, condition, q.image, q.token, q.x, q.step, scale, use_reentrant=False))
+        means, stds = [p.mean for p in parts], [p.std for p in parts]
+        return Gaussian(torch.cat(means), torch.cat(stds))
+
+    def _score(
+        self, condition_HBNW: Tensor, image_Q: Tensor, token_Q: Tensor, x_QC: Tensor, step_Q: Tensor, guidance: float
+    ) -> Gaussian:
+        return self.transition(condition_HBNW[:, image_Q, token_Q], x_QC, step_Q, guidance)
 
     def restore(self, path: Path) -> None:
         """Read a file of ``save`` in place, configuration and frozen parts aside; see
@@ -191,7 +232,7 @@ class MaskedPolicy(nn.Module):
                 wanted = order_BN[:, done:].sort(dim=1).values
                 noise = torch.where((kept_at == step)[..., None, None], noise_BNTC, other_noise(step))
             states = self._denoise(
-                self.head_condition(z[:, image_B1, wanted].flatten(1, 2)),
+                self._condition(z[:, image_B1, wanted].flatten(1, 2)),
                 noise[image_B1, wanted].flatten(0, 1),
                 self.guidance_at(step),
             ).reshape(B, -1, T + 1, C)
@@ -213,7 +254,7 @@ class MaskedPolicy(nn.Module):
     def extra_trajectories(self, trajectory: Trajectory, count: int, seeds: Sequence[int]) -> Tensor:
         """(B, S, N, T+1, C) fresh chains from z*; see :meth:`trainer.policies.base.Policy.extra_trajectories`."""
         B, N, T, C = len(trajectory), self.tokens, self.schedule.steps, self.channels
-        condition = self.head_condition(trajectory.stitched.transpose(0, 1).flatten(1, 2))  # (H, B * N, W)
+        condition = self._condition(trajectory.stitched.transpose(0, 1).flatten(1, 2))  # (H, B * N, W)
         scale_K = torch.tensor([self.guidance_at(step) for step in range(self.ar_steps)], device=condition.device)
         scale_M1 = scale_K[trajectory.predicted_at].flatten()[:, None]
         noises = [normal(seeds, (N, T + 1, C), "extra", s).to(condition.device).flatten(0, 1) for s in range(count)]

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from trainer.algorithm.schedule import tokens_per_ar_step
 from trainer.algorithm.transitions import Schedule
-from trainer.policies.masked import MaskedPolicy
+from trainer.policies.masked import HeadPrecision, MaskedPolicy, checked
 from trainer.policies.nova_model import NovaConfig, NovaTransformer
 from trainer.policies.nova_parts import WEIGHTS, ImageDecoder, PromptEncoder, read_json, read_schedule, read_weights
 
@@ -47,6 +47,8 @@ class Context:
 
 class NovaPolicy(MaskedPolicy):
     """See the module's docstring. K counts the AR steps that predict a token: 63 of the schedule's 64."""
+
+    head_precision: HeadPrecision = "autocast"
 
     def __init__(
         self,
@@ -188,12 +190,14 @@ class NovaPolicy(MaskedPolicy):
         frozen_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16",
         activation_checkpointing: bool = False,
         flow_noise: float = 0.7,
+        head_precision: HeadPrecision = "autocast",
     ) -> NovaPolicy:
         """Read ``source``: a pipeline's folder, its hub id (from the local cache), or a file of :meth:`save`.
 
         ``base``: the pipeline of the frozen parts, in place of the one that a saved file names. ``text_encoder``:
         :class:`PromptEncoder`. ``frozen_dtype``: of text encoder and VAE. ``activation_checkpointing``: recompute the
         blocks in the backward pass. ``flow_noise``: the SDE's noise level (flow matching only).
+        ``head_precision``: :attr:`MaskedPolicy.head_precision`.
         Raises FileNotFoundError with the command that helps, or ValueError for weights that do not fit.
         """
         if Path(source).is_file():
@@ -232,6 +236,7 @@ class NovaPolicy(MaskedPolicy):
             guidance=guidance,
             base=base,
         )
+        policy.head_precision = checked(head_precision)
         return policy.eval()
 
 
@@ -252,7 +257,8 @@ def pipeline_folder(source: str) -> Path:
         return Path(snapshot_download(source, local_files_only=True))
     except LocalEntryNotFoundError as error:
         raise FileNotFoundError(
-            f"{source} is not in the local cache; get it ({LICENCE}) with: hf download {source}"
+            f"there is no folder {source}, and the local cache has no such hub id; if it is one, get it ({LICENCE}) "
+            f"with: hf download {source}"
         ) from error
 
 

@@ -115,7 +115,7 @@ def _ddpm(config: dict[str, Any], total: int, steps: int) -> DDPM:
 class PromptEncoder:
     """Prompts to the last hidden states of Phi, embedded once per distinct prompt and kept on the CPU.
 
-    A prompt's embedding holds its own tokens alone (2560 numbers a token, 10 kB in bf16). ``unload``: the encoder
+    A prompt's embedding holds its own tokens alone (2560 numbers a token, 5 kB in bf16). ``unload``: the encoder
     (5 GB in bf16) leaves memory after each use and is read again for prompts that are not known; every embedding is
     kept. ``keep``: the encoder stays, and no more than :data:`TEXT_KEPT` embeddings do.
     """

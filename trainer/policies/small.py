@@ -175,6 +175,7 @@ class SmallPolicy(MaskedPolicy):
     """
 
     schedule: DDPM
+    head_precision = "autocast"  # its prediction, v, is multiplied by 1 at most
     codec_mean: Tensor
     codec_basis: Tensor
     codec_scale: Tensor

@@ -105,19 +105,6 @@ def test_the_heads_output_equals_the_official_one(policy, expected):
     torch.testing.assert_close(output, expected["head_out"], **CLOSE)
 
 
-def test_the_head_stays_in_float32_under_autocast_unless_told(folder, expected):
-    z, x, time = expected["head_z"], expected["head_x"], expected["head_time"]
-    outputs = {}
-    for precision in ("float32", "autocast"):
-        policy = tiny_harmon(folder, head_precision=precision)
-        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-            outputs[precision] = policy.head_output(x, time, policy.head_condition(z.bfloat16()))
-    with torch.no_grad():
-        exact = policy.head_output(x, time, policy.head_condition(z.bfloat16().float()))
-    assert torch.equal(outputs["float32"], exact)
-    assert 0.001 < float((outputs["autocast"].float() - exact).abs().max()) < 0.5
-
-
 @pytest.mark.parametrize("steps", [5, 25, 100])
 def test_the_schedule_is_the_official_respacing(steps):
     theirs = json.loads((FIXTURES / "schedules.json").read_text())[str(steps)]
