@@ -345,6 +345,8 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="where weights and records are (set by the benchmark itself)")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    if not (arguments.clone / "src" / "grpo" / "src" / "diffnext").is_dir():
+        parser.error(f"{arguments.clone} is no clone of the MAR-GRPO repository: there is no src/grpo/src/diffnext")
     if arguments.side is None:
         compare(arguments)
         return
