@@ -52,7 +52,7 @@ SIZES: dict[str, Any] = {
     "arch": ["vit_d4w128", "vit_d8w128", "mlp_d2w64"],
 }
 """A quarter of sd512's tokens and of its context. Depths and widths are such that a pass of the image encoder costs
-about as much as 17 passes of the head over all tokens: what sd512's arithmetic makes it."""
+15 to 17 passes of the head over all tokens: what sd512's arithmetic makes it."""
 SCHEDULER = {
     "num_train_timesteps": 1000,
     "beta_schedule": "scaled_linear",
@@ -345,6 +345,8 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="where weights and records are (set by the benchmark itself)")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    if not (arguments.clone / "src" / "grpo" / "src" / "diffnext").is_dir():
+        parser.error(f"{arguments.clone} is no clone of the MAR-GRPO repository: there is no src/grpo/src/diffnext")
     if arguments.side is None:
         compare(arguments)
         return

@@ -41,7 +41,7 @@ def dry_run(config: Config) -> str:
         trained = families.freeze(cast(Policy, policy), config.algorithm.head)
     whole, head, learnt = count(policy.parameters()), count(policy.head_parameters()), count(trained)
     objective = build_objective(config.algorithm)
-    kept, recomputed = (activations(model, config, objective, recompute=r) for r in (False, True))
+    kept, recomputed = activations(model, config, objective)
 
     H, D = policy.halves(True), width(model)
     lines = [
@@ -92,9 +92,9 @@ def dry_run(config: Config) -> str:
     return "\n".join(lines)
 
 
-def activations(model: Outline, config: Config, objective: Objective, *, recompute: bool) -> float:
-    """Of scoring one micro-batch at the first AR step, at which the most tokens are unknown, or at the middle one,
-    whichever is more. ``recompute``: with activation checkpointing, plus the one block that is recomputed."""
+def activations(model: Outline, config: Config, objective: Objective) -> tuple[float, float]:
+    """Of scoring one micro-batch at the middle AR step: without and with activation checkpointing, where the one block
+    that is recomputed counts, too."""
     policy = model.policy
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     modules: list[nn.Module] = [policy, *model.in_forward]
@@ -105,24 +105,22 @@ def activations(model: Outline, config: Config, objective: Objective, *, recompu
     steps = choose_diffusion_steps(policy.schedule, config.algorithm.diffusion_steps, generator("dry run"))
     weights_T = step_weights(policy.schedule, config.algorithm)
     guided = config.algorithm.score_guidance == "as_sampled"
-    most = 0.0
-    for ar_step in sorted({0, policy.ar_steps // 2}):
-        trajectory = _blank(policy, objective, model.prompt_ids(images), ar_step)
-        rows = queries(
-            trajectory, ar_step, steps, plan(trajectory, objective), objective,
-            schedule=policy.schedule, step_weights_T=weights_T, seeds=range(images),
-        ).rows  # fmt: skip
-        whole, less = (_kept(model, trajectory, ar_step, rows, guided, dtype, checkpointing=c) for c in (False, True))
-        part = 0.0
-        if len(rows) > policy.head_rows:  # the part of the head that is recomputed while all else is still kept
-            one, some = rows.select(slice(1)), rows.select(slice(policy.head_rows))
-            with_one, with_some = (
-                _kept(model, trajectory, ar_step, r, guided, dtype, checkpointing=True) for r in (one, some)
-            )
-            part = with_some - with_one
-        blocks = max(1, sum(len(m) for top in modules for m in top.modules() if isinstance(m, nn.ModuleList)))
-        most = max(most, part + (less + (whole - less) / blocks if recompute else whole))
-    return most
+    ar_step = policy.ar_steps // 2
+    trajectory = _blank(policy, objective, model.prompt_ids(images), ar_step)
+    rows = queries(
+        trajectory, ar_step, steps, plan(trajectory, objective), objective,
+        schedule=policy.schedule, step_weights_T=weights_T, seeds=range(images),
+    ).rows  # fmt: skip
+
+    def kept(some: Queries, checkpointing: bool) -> float:
+        return _kept(model, trajectory, ar_step, some, guided, dtype, checkpointing=checkpointing)
+
+    whole, less = kept(rows, False), kept(rows, True)
+    part = 0.0
+    if len(rows) > policy.head_rows:  # the part of the head that is recomputed while all else is still kept
+        part = kept(rows.select(slice(policy.head_rows)), True) - kept(rows.select(slice(1)), True)
+    blocks = max(1, sum(len(m) for top in modules for m in top.modules() if isinstance(m, nn.ModuleList)))
+    return part + whole, part + less + (whole - less) / blocks
 
 
 def width(model: Outline) -> int:

@@ -186,8 +186,13 @@ def reference_of(policy: Policy) -> Policy:
 
 
 def prepare_prompts(policy: Policy, prompts: list[str]) -> None:
-    """Let a family with a frozen text encoder embed all prompts of a run at once (``prepare_prompts``), if it does."""
+    """Let a family with a frozen text encoder embed all prompts of a run at once (``prepare_prompts``), if it does.
+
+    Raises UserError if the encoder cannot be read."""
     prepare = getattr(policy, "prepare_prompts", None)
     if prepare is not None:
-        with torch.no_grad():
-            prepare(prompts)
+        try:
+            with torch.no_grad():
+                prepare(prompts)
+        except (FileNotFoundError, ValueError) as error:
+            raise UserError(f"policy: {error}") from error

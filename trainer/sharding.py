@@ -49,7 +49,7 @@ class ShardedTwin:
         shared: list[Tensor] = [*frozen, *self.policy.buffers()]
         self.module: nn.Module = copy.deepcopy(self.policy, {id(tensor): tensor for tensor in shared})
         mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
-        for unit in _units(self.module):
+        for unit in _units(self.parameters_like(list(policy.backbone_parameters())), self.module):
             fully_shard(unit, mesh=mesh, ignored_params=frozen)
         fully_shard(self.module, mesh=mesh, ignored_params=frozen)
 
@@ -76,10 +76,15 @@ class ShardedTwin:
                 parameter.copy_(distribute_tensor(whole[name].detach(), parameter.device_mesh, parameter.placements))
 
 
-def _units(module: nn.Module) -> list[nn.Module]:
-    """What is gathered and freed together: each block of a list of blocks that has something to train."""
+def _units(backbone: list[nn.Parameter], module: nn.Module) -> list[nn.Module]:
+    """What is gathered and freed together: each block of the backbone's that has something to train.
+
+    The rest, the head's blocks among it, is gathered once a pass: the head scores in as many parts as a process has
+    rows for, and processes that gather differently often would wait for each other for ever.
+    """
+    trained = {p for p in backbone if p.requires_grad}
     lists = [m for m in module.modules() if isinstance(m, nn.ModuleList)]
-    return [unit for blocks in lists for unit in blocks if any(p.requires_grad for p in unit.parameters())]
+    return [unit for blocks in lists for unit in blocks if not trained.isdisjoint(unit.parameters())]
 
 
 class ShardedOptimizer:

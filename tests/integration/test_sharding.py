@@ -75,3 +75,11 @@ def test_adapters_can_be_sharded(tiny_run):
     assert whole[-1]["kl"] > 0
     alike(whole, sharded)
     same(tiny_run, "lora", "lora-2")
+
+
+def test_a_trained_head_that_scores_part_by_part_can_be_sharded(tiny_run):
+    settings = [*SETTINGS, "--algorithm.head", "trained", "--train.head-rows", "50"]
+    whole = tiny_run.finish(tiny_run.start("head", *settings), "head")
+    sharded = tiny_run.finish(tiny_run.start("head-2", *settings, launcher=SHARDED), "head-2")
+    alike(whole, sharded)
+    same(tiny_run, "head", "head-2")

@@ -193,7 +193,7 @@ class MarPolicy(MaskedPolicy):
         diffusion_steps: int = 100,
         guidance: float = 2.9,
         guidance_schedule: GuidanceSchedule = "linear",
-        size: str | None = None,
+        size: Literal["base", "large", "huge"] | None = None,
         vae: str | Path | None = None,
         activation_checkpointing: bool = False,
         head_precision: HeadPrecision = "float32",

@@ -66,6 +66,8 @@ class NovaPolicy(MaskedPolicy):
         self.transformer, self.prompts, self.images = transformer, prompts, images
         self.schedule, self.guidance, self.base = schedule, guidance, base
         self.tokens, self.channels = config.tokens, config.channels
+        if ar_steps > config.tokens:
+            raise ValueError(f"{ar_steps} AR steps cannot predict {config.tokens} tokens; use at most {config.tokens}")
         self.counts = tokens_per_ar_step(config.tokens, ar_steps, rounding="round")
         self.ar_steps = len(self.counts)
 

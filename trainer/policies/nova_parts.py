@@ -8,7 +8,8 @@ checkpoints and the reference model do not see them.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
@@ -37,6 +38,18 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"{path} is not a JSON object")
     return content
+
+
+@contextmanager
+def part_of(folder: Path) -> Iterator[None]:
+    """Raises ValueError naming the folder for whatever a library makes of a damaged or missing file in it."""
+    try:
+        yield
+    except ModuleNotFoundError:
+        raise
+    except Exception as error:  # tokenizers raises no narrower one
+        told = " ".join(str(error).split())
+        raise ValueError(f"{folder} cannot be read: {told}") from error
 
 
 def read_schedule(folder: Path, steps: int, flow_noise: float) -> DDPM | FlowSDE:
@@ -125,7 +138,8 @@ class PromptEncoder:
     ) -> None:
         self.folder, self.length, self.width, self.dtype, self.when_done = folder, length, width, dtype, when_done
         tokenizers = import_module("transformers").AutoTokenizer
-        self.tokenizer = tokenizers.from_pretrained(folder / "tokenizer", local_files_only=True)
+        with part_of(folder / "tokenizer"):
+            self.tokenizer = tokenizers.from_pretrained(folder / "tokenizer", local_files_only=True)
         self.encoder: Any = None
         self.known: dict[tuple[int, ...], Tensor] = {}
 
@@ -169,10 +183,11 @@ def _load_phi(folder: Path, dtype: torch.dtype) -> Any:
     transformers = import_module("transformers")
     state = {name.removeprefix("model."): value for name, value in read_weights(folder, dtype).items()}
     state = {name: value for name, value in state.items() if not name.startswith("lm_head.")}
-    config = transformers.PhiConfig.from_pretrained(folder, local_files_only=True)
-    model, report = transformers.PhiModel.from_pretrained(
-        None, config=config, state_dict=state, dtype=dtype, output_loading_info=True
-    )
+    config = transformers.PhiConfig.from_dict(read_json(folder / "config.json"))
+    with part_of(folder):
+        model, report = transformers.PhiModel.from_pretrained(
+            None, config=config, state_dict=state, dtype=dtype, output_loading_info=True
+        )
     _check_keys(folder, report["missing_keys"], report["unexpected_keys"])
     return model.eval().requires_grad_(False)
 
@@ -181,9 +196,16 @@ class ImageDecoder:
     """The VAE: latents to pixels."""
 
     def __init__(self, folder: Path, dtype: torch.dtype) -> None:
-        self.vae, report = import_module("diffusers").AutoencoderKL.from_pretrained(
-            folder / "vae", torch_dtype=dtype, output_loading_info=True, local_files_only=True
-        )
+        kind = import_module("diffusers").AutoencoderKL
+        pickled = not any((folder / "vae").glob("*.safetensors"))  # diffusers opens them with weights_only
+        with part_of(folder / "vae"):
+            self.vae, report = kind.from_pretrained(
+                folder / "vae",
+                torch_dtype=dtype,
+                output_loading_info=True,
+                local_files_only=True,
+                use_safetensors=not pickled,
+            )
         _check_keys(folder / "vae", report["missing_keys"], report["unexpected_keys"])
         self.vae.eval().requires_grad_(False)
 
@@ -227,7 +249,8 @@ def read_weights(folder: Path, dtype: torch.dtype = torch.float32) -> dict[str, 
 
 
 def _read_file(path: Path) -> dict[str, Tensor]:
-    if path.suffix == ".safetensors":
-        return load_file(path)
-    state: dict[str, Tensor] = torch.load(path, map_location="cpu", weights_only=True)
+    with part_of(path):
+        if path.suffix == ".safetensors":
+            return load_file(path)
+        state: dict[str, Tensor] = torch.load(path, map_location="cpu", weights_only=True)
     return state

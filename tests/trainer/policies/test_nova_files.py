@@ -1,6 +1,8 @@
 """NOVA's files: what is saved and exported loads again; what does not fit is told."""
 
 import json
+import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from reward_server import options
 from tests.trainer.policies import tiny_nova as tiny
 from trainer.algorithm.transitions import FlowSDE
-from trainer.config import ALIASES, ENV_PREFIX, Config
-from trainer.families import load_arguments
+from trainer.config import ALIASES, ENV_PREFIX, Config, PolicyConfig, UserError
+from trainer.families import load_arguments, load_policy, prepare_prompts
 from trainer.policies.nova import NovaPolicy
 
 SEEDS = [11, 12]
@@ -127,6 +129,37 @@ def test_a_configuration_that_cannot_be_followed_is_told(part, file, content, me
     folder = broken(folders, tmp_path, lambda folder: replace_part(folder, part, file, content))
     with pytest.raises(ValueError, match=message):
         NovaPolicy.load(folder, **tiny.SETTINGS)
+
+
+@pytest.mark.parametrize(
+    ("file", "left"),
+    [
+        ("transformer/diffusion_pytorch_model.safetensors", 0.5),
+        ("vae/diffusion_pytorch_model.safetensors", 0.5),
+        ("vae/diffusion_pytorch_model.safetensors", 0),
+        ("vae/config.json", 0),
+        ("tokenizer/vocab.json", 0.5),
+        ("text_encoder/model.safetensors", 0.5),
+        ("text_encoder/config.json", 0),
+    ],
+)
+def test_a_file_that_is_cut_off_or_missing_is_told_in_one_line(file, left, folders, tmp_path):
+    folder = Path(shutil.copytree(folders["abs"], tmp_path / "damaged"))
+    content = (folder / file).read_bytes()
+    (folder / file).unlink()
+    if left:
+        (folder / file).write_bytes(content[: int(left * len(content))])
+    settings = PolicyConfig(
+        name="nova", checkpoint=str(folder), ar_steps=6, diffusion_steps=5, options={"frozen_dtype": "float32"}
+    )
+    with pytest.raises(UserError, match=rf"^policy: .*{re.escape(file.split('/')[0])}") as told:
+        prepare_prompts(load_policy(Config(policy=settings))[0], ["a red cat"])
+    assert "\n" not in str(told.value)
+
+
+def test_more_steps_than_tokens_are_refused(folders):
+    with pytest.raises(ValueError, match="at most 24"):
+        NovaPolicy.load(folders["abs"], **tiny.SETTINGS | {"ar_steps": 25})
 
 
 def test_the_configuration_names_what_the_policy_takes():
