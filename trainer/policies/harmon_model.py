@@ -88,7 +88,7 @@ class PromptEncoder:
 
         try:
             self.tokenizer = Qwen2Tokenizer.from_pretrained(str(folder), local_files_only=True)
-        except (OSError, ValueError, TypeError) as error:
+        except Exception as error:  # tokenizers raises no narrower one
             raise ValueError(f"the tokenizer in {folder} cannot be read: {error}") from error
         self.limit = limit
         self.null_ids: list[int] = self.tokenizer.encode(TURN.format(NULL_PROMPT))
@@ -272,12 +272,15 @@ def read_config(folder: Path) -> dict[str, Any]:
 def weight_files(folder: Path) -> list[Path]:
     """The files of a checkpoint's weights, whole or in shards; safetensors go before torch's own format.
 
-    Raises FileNotFoundError if there are none, or a shard is missing.
+    Raises FileNotFoundError if there are none, or a shard is missing; ValueError if the index cannot be read.
     """
     for name in ("model.safetensors", "pytorch_model.bin"):
         index = folder / f"{name}.index.json"
         if index.is_file():
-            shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            try:
+                shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            except (KeyError, TypeError, AttributeError, ValueError) as error:
+                raise ValueError(f"{index} is not an index of shards: {error!r}") from error
             missing = [shard for shard in shards if not (folder / shard).is_file()]
             if missing:
                 raise FileNotFoundError(f"{index} names files that are not there: {', '.join(missing)}")

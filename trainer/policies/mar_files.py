@@ -12,6 +12,7 @@ import argparse
 import json
 import pickle
 import re
+import struct
 import zipfile
 from collections.abc import Mapping
 from dataclasses import asdict, replace
@@ -116,8 +117,9 @@ def read_state(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     try:
         with torch.serialization.safe_globals([argparse.Namespace]):
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        raise ValueError(f"{path} is not a checkpoint that can be read safely: {error}") from error
+    except (pickle.UnpicklingError, struct.error, RuntimeError, EOFError, ValueError) as error:
+        told = str(error).partition("\n")[0].partition(" Re-running")[0]  # torch goes on to advise reading it unsafely
+        raise ValueError(f"{path} is not a checkpoint that can be read safely: {told}") from error
     for key in ("model_ema", "model"):
         if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
             return dict(content[key]), {"config": content["config"]} if "config" in content else {}

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from trainer.algorithm.schedule import tokens_per_ar_step
 from trainer.algorithm.transitions import Schedule
+from trainer.policies.mar_parts import load_strictly
 from trainer.policies.masked import HeadPrecision, MaskedPolicy, checked
 from trainer.policies.nova_model import NovaConfig, NovaTransformer
 from trainer.policies.nova_parts import WEIGHTS, ImageDecoder, PromptEncoder, read_json, read_schedule, read_weights
@@ -220,10 +221,7 @@ class NovaPolicy(MaskedPolicy):
         sizes = NovaConfig.read(config)
         with torch.device("meta"):
             transformer = NovaTransformer(sizes)
-        try:
-            transformer.load_state_dict(state, assign=True)
-        except RuntimeError as error:
-            raise ValueError(f"the weights in {source} do not fit NOVA's {'/'.join(sizes.arch)}: {error}") from error
+        load_strictly(transformer, state, str(source), assign=True)
         for encoder in (transformer.video_encoder, transformer.image_encoder):
             encoder.checkpointing = activation_checkpointing
         dtype: torch.dtype = getattr(torch, frozen_dtype)

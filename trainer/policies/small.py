@@ -29,6 +29,7 @@ from torch.nn.functional import scaled_dot_product_attention, silu
 
 from trainer.algorithm.transitions import DDPM
 from trainer.policies.base import Policy
+from trainer.policies.mar_parts import load_strictly
 from trainer.policies.masked import MaskedPolicy
 
 WORDS = tuple(
@@ -304,10 +305,7 @@ class SmallPolicy(MaskedPolicy):
             raise ValueError(f"{path} is not a checkpoint of the small policy")
         config = SmallConfig(**json.loads(metadata["small"])["config"])
         policy = cls(config, ar_steps=ar_steps, diffusion_steps=diffusion_steps, guidance=guidance)
-        try:
-            policy.load_state_dict(state)
-        except RuntimeError as error:
-            raise ValueError(f"{path} does not fit the small policy: {error}") from error
+        load_strictly(policy, state, str(path))
         return policy.eval()
 
     @staticmethod

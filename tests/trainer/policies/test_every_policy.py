@@ -15,6 +15,7 @@ from trainer.algorithm.seeds import normal
 from trainer.algorithm.transitions import gaussian_log_prob
 from trainer.algorithm.types import Gaussian, Queries, Trajectory
 from trainer.families import family_of, freeze, reference_of
+from trainer.policies import masked
 from trainer.policies.base import Policy
 
 SEEDS = [3, 1, 4, 15]
@@ -167,6 +168,14 @@ def test_multi_trajectory_expectation_and_selection_run(policy, trajectory):
         for changes in ({}, {"mte_source": "bridged", "token_scope": "predicted"}, {"mte_trajectories": 0})
     ]
     assert all(abs(value) < 10 for value in whole)
+
+
+def test_an_extra_trajectory_of_the_rollouts_noise_is_the_rollouts(policy, trajectory, monkeypatch):
+    """So z*, and the guidance of each token's own AR step, are those that the token was sampled with."""
+    monkeypatch.setattr(masked, "normal", lambda seeds, shape, *purpose: normal(seeds, shape, "kept"))
+    (again,) = policy.extra_trajectories(trajectory, 1, SEEDS).unbind(dim=1)
+    close(again, trajectory.chain)
+    assert not torch.allclose(again, trajectory.extra_chains[:, 0], atol=0.1)
 
 
 def test_one_step_along_a_positive_advantage_raises_the_log_probability(policy, trajectory):

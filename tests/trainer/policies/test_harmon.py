@@ -339,6 +339,22 @@ def test_a_configuration_that_does_not_fit_is_told(tmp_path, content, words):
         tiny_harmon(folder)
 
 
+@pytest.mark.parametrize(
+    ("file", "content", "words"),
+    [
+        ("tokenizer.json", "{}", "the tokenizer in .* cannot be read"),
+        ("tokenizer.json", "[]", "the tokenizer in .* cannot be read"),
+        ("model.safetensors.index.json", "{}", "is not an index of shards"),
+        ("model.safetensors.index.json", "[", "is not an index of shards"),
+    ],
+)
+def test_a_damaged_file_is_told(tmp_path, file, content, words):
+    folder = write_checkpoint(tmp_path / "base")
+    (folder / file).write_text(content)
+    with pytest.raises(ValueError, match=words):
+        tiny_harmon(folder)
+
+
 def test_what_is_not_there_is_told(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     with pytest.raises(
