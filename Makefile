@@ -8,7 +8,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $
 INSTALLED := $(VENV)/.installed
 DEVELOP := $(VENV)/.develop
 
-.PHONY: help demo test test-weights lint types format pretrain locks clean
+.PHONY: help demo test test-weights test-netns lint types format pretrain locks clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -21,6 +21,9 @@ test: lint types ## lint, type-check and run the whole test suite with coverage
 
 test-weights: $(DEVELOP) ## published scores, by those rewards whose real weights are on this machine
 	$(BIN)/python -m pytest -m weights tests/weights
+
+test-netns: $(DEVELOP) ## many hosts: network namespaces, whose cables are cut and healed; as root, on Linux
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m netns tests/integration
 
 lint: $(DEVELOP) ## ruff
 	$(BIN)/ruff check .
