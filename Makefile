@@ -8,7 +8,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $
 INSTALLED := $(VENV)/.installed
 DEVELOP := $(VENV)/.develop
 
-.PHONY: help demo test test-weights test-netns lint lint-docker types format pretrain locks clean
+.PHONY: help demo test test-weights test-netns test-docker lint lint-docker types format pretrain locks clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -24,6 +24,9 @@ test-weights: $(DEVELOP) ## published scores, by those rewards whose real weight
 
 test-netns: $(DEVELOP) ## many hosts: network namespaces, whose cables are cut and healed; as root, on Linux
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m netns tests/integration
+
+test-docker: $(DEVELOP) ## the images and compose.yaml in a container engine, started as root if none runs (about 15 minutes)
+	$(BIN)/python -m pytest -m docker tests/docker -s
 
 lint: $(DEVELOP) ## ruff
 	$(BIN)/ruff check .
