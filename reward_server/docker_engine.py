@@ -5,6 +5,8 @@ They carry Compose's labels, so that ``docker compose ps``, ``logs`` and ``down`
 
 from __future__ import annotations
 
+import hashlib
+import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
@@ -73,7 +75,8 @@ class Engine:
     def up(self, scale: Mapping[str, int], *, build: bool, timeout_s: float) -> None:
         """Start these services, so many containers of each, after those that they depend on; return when all are well.
 
-        Images that are missing are built, all of them with ``build``. Containers that run already stay.
+        Images that are missing are built, all of them with ``build``. Containers that run already stay, unless they
+        were started here with other settings or another image: those are replaced.
 
         Raises:
             DockerError: an image could not be made, or a container did not become healthy within ``timeout_s``.
@@ -87,6 +90,7 @@ class Engine:
             for other, condition in service.after.items():
                 if condition == "service_healthy":
                     self._wait_healthy(other, deadline)
+            self._remove(service, [c for c in self.containers(service.name) if self._is_outdated(c, service)])
             self.scale(service, scale.get(service.name, 1))
         for service in order:
             self._wait_healthy(service.name, deadline)
@@ -99,10 +103,7 @@ class Engine:
         """
         with _refusals():
             existing = self.containers(service.name)
-            for container in existing[count:]:
-                self._say(f"{container.name}: stopping")
-                container.stop(timeout=round(service.stop_s))
-                container.remove()
+            self._remove(service, existing[count:])
             for container in existing[:count]:
                 if container.status != "running":
                     self._say(f"{container.name}: starting")
@@ -171,6 +172,23 @@ class Engine:
                     if line.strip():
                         self._say(f"{service.image}: {line.rstrip()}")
 
+    def _remove(self, service: Service, containers: Sequence[Container]) -> None:
+        with _refusals():
+            for container in containers:
+                self._say(f"{container.name}: stopping")
+                container.stop(timeout=round(service.stop_s))
+                container.remove()
+
+    def _hash(self, service: Service) -> str:
+        """Of all that a container of the service is made from."""
+        image = self._client.images.get(service.image).id
+        content = json.dumps([image, service.create, service.networks], sort_keys=True)
+        return f"reward-server-{hashlib.sha256(content.encode()).hexdigest()}"
+
+    def _is_outdated(self, container: Container, service: Service) -> bool:
+        made_from = container.labels.get(f"{_LABEL}config-hash", "")
+        return made_from.startswith("reward-server-") and made_from != self._hash(service)
+
     def _start(self, service: Service, index: int) -> None:
         from docker.types import EndpointConfig
 
@@ -186,6 +204,7 @@ class Engine:
             "service": service.name,
             "container-number": str(index),
             "oneoff": "False",
+            "config-hash": self._hash(service),  # Compose passes over containers without one
             "project.working_dir": str(self._file.folder),
         }
         self._say(f"{name}: starting")

@@ -284,6 +284,19 @@ def test_up_builds_what_is_missing_starts_in_order_and_waits_until_all_are_healt
     assert run("docker", "up", "shapes")[0] == 0  # a second time: nothing is started anew
     assert len(daemon.containers) == 4
     assert len(daemon.builds) == 1
+    assert not daemon.stops
+
+
+def test_up_replaces_what_was_started_with_other_settings_and_nothing_else(daemon, project, run, monkeypatch):
+    run("docker", "up", "null")
+    before = {name: container["wanted"] for name, container in daemon.containers.items()}
+    del before["proj-redis-1"]["Labels"]["com.docker.compose.config-hash"]  # as if Compose had started it
+    monkeypatch.setenv("EXTRA", "changed")
+    assert run("docker", "up", "null")[0] == 0
+    assert {name for name, _ in daemon.stops} == {"proj-worker-shapes-1", "proj-worker-null-1"}
+    assert "EXTRA=changed" in daemon.containers["proj-worker-null-1"]["wanted"]["Env"]
+    assert daemon.containers["proj-redis-1"]["wanted"] is before["proj-redis-1"]
+    assert len(running(daemon)) == 4
 
 
 def test_scale_starts_and_stops_with_the_time_that_the_service_asks_for(daemon, project, run):
