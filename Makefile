@@ -8,7 +8,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $
 INSTALLED := $(VENV)/.installed
 DEVELOP := $(VENV)/.develop
 
-.PHONY: help demo test test-weights lint types format pretrain locks clean
+.PHONY: help demo test test-weights test-netns test-docker lint lint-docker types format pretrain locks clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -22,9 +22,18 @@ test: lint types ## lint, type-check and run the whole test suite with coverage
 test-weights: $(DEVELOP) ## published scores, by those rewards whose real weights are on this machine
 	$(BIN)/python -m pytest -m weights tests/weights
 
+test-netns: $(DEVELOP) ## many hosts: network namespaces, whose cables are cut and healed; as root, on Linux
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m netns tests/integration
+
+test-docker: $(DEVELOP) ## the images and compose.yaml in a container engine, started as root if none runs (about 15 minutes)
+	$(BIN)/python -m pytest -m docker tests/docker -s
+
 lint: $(DEVELOP) ## ruff
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+lint-docker: $(DEVELOP) ## hadolint, the compose files and what they promise; part of the test suite, too
+	$(BIN)/python -m pytest tests/test_deployment_files.py
 
 types: $(DEVELOP) ## mypy, strict on trainer and reward_server
 	$(BIN)/mypy
@@ -37,7 +46,7 @@ pretrain: $(INSTALLED) ## make the small policy's base checkpoint again
 	$(BIN)/python trainer/pretrain.py
 
 locks: $(DEVELOP) ## write the lock files of docker/requirements again, with the newest versions that fit
-	$(BIN)/python docker/requirements/lock.py docker/requirements/*.in
+	$(BIN)/python docker/requirements/lock.py docker/requirements/*.in docker/requirements/programs/*.in
 
 clean: ## remove what builds and runs left, but not the runs
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .coverage

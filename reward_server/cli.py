@@ -13,20 +13,21 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 
+from reward_server import docker_cli
 from reward_server.client_cli import list_rewards, score
-from reward_server.commands import CommandError, EnvSettings, load_settings, log_to_stderr
+from reward_server.commands import CommandError, EnvSettings, UpSettings, load_settings, log_to_stderr
 from reward_server.contract import ContractError
 from reward_server.embedded import EmbeddedServer, EmbeddedServerError, EmbeddedServerMistake
 from reward_server.environments import NoEnvironmentError, own
 from reward_server.rewards.base import RewardLoadError
-from reward_server.settings import GatewaySettings, ServerSettings, WorkerSettings
+from reward_server.settings import GatewaySettings, WorkerSettings
 from reward_server.upkeep import prefetch, selftest
 
 
 def up(argv: Sequence[str]) -> int:
     """Run everything in the foreground: Redis (bundled), gateway and workers"""
     settings = load_settings(
-        ServerSettings,
+        UpSettings,
         argv,
         "up",
         "Run a whole reward server in the foreground until Ctrl-C: a bundled Redis unless one is given, the gateway\n"
@@ -39,9 +40,11 @@ def up(argv: Sequence[str]) -> int:
 
     signal.signal(signal.SIGTERM, stop)
     try:
+        if settings.backend == "docker":
+            docker_cli.serve(settings, _say_ready)
+            return 0
         with EmbeddedServer(settings, open_access=True) as server:
-            print(json.dumps({"url": server.url, "rewards": list(server.names.values())}), flush=True)
-            print(_how_to_use(server), file=sys.stderr, flush=True)
+            _say_ready(server.url, list(server.names.values()), server.token)
             server.wait()
             server.check()
     except EmbeddedServerMistake as error:
@@ -51,14 +54,17 @@ def up(argv: Sequence[str]) -> int:
     return 0
 
 
-def _how_to_use(server: EmbeddedServer) -> str:
-    header = ' -H "Authorization: Bearer $REWARD_SERVER_TOKEN"' if server.token else ""
-    variable = "TRAINER_REWARD__TOKEN=<the token> " if server.token else ""
-    one, names = next(iter(server.names.values())), ",".join(server.names.values())
-    return (
-        f"Reward server at {server.url} serves {names}. Ctrl-C stops it. From another terminal:\n"
-        f'  curl{header} -F image=@image.png -F prompt="a red circle" -F reward={names} {server.url}/v1/score\n'
-        f"  {variable}python trainer/run.py --config configs/train/small.yaml --reward-url {server.url} --reward {one}"
+def _say_ready(url: str, rewards: list[str], token: str | None) -> None:
+    header = ' -H "Authorization: Bearer $REWARD_SERVER_TOKEN"' if token else ""
+    variable = "TRAINER_REWARD__TOKEN=<the token> " if token else ""
+    names = ",".join(rewards)
+    print(json.dumps({"url": url, "rewards": rewards}), flush=True)
+    print(
+        f"Reward server at {url} serves {names}. Ctrl-C stops it. From another terminal:\n"
+        f'  curl{header} -F image=@image.png -F prompt="a red circle" -F reward={names} {url}/v1/score\n'
+        f"  {variable}python trainer/run.py --config configs/train/small.yaml --reward-url {url} --reward {rewards[0]}",
+        file=sys.stderr,
+        flush=True,
     )
 
 
@@ -129,6 +135,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "up": up,
     "gateway": gateway,
     "worker": worker,
+    "docker": docker_cli.docker,
     "env": env,
     "prefetch": prefetch,
     "selftest": selftest,

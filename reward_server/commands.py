@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, Field, field_validator
 
@@ -14,6 +14,7 @@ from reward_server.settings import (
     ACCESS,
     ENV_PREFIX,
     ENVS,
+    PROCESSES,
     Access,
     GatewaySettings,
     ServerSettings,
@@ -81,7 +82,65 @@ class EnvSettings(Settings):
     envs: Path = ENVS
 
 
-_MODELS = (GatewaySettings, WorkerSettings, ServerSettings, ScoreSettings, EnvSettings)
+class UpSettings(ServerSettings):
+    """``reward-server up``"""
+
+    backend: Annotated[Literal["processes", "docker"], PROCESSES] = Field(
+        default="processes", description="what runs the parts: processes of this machine, or compose.yaml's containers"
+    )
+    build: Annotated[bool, PROCESSES] = Field(
+        default=False, description="with backend docker: build images that exist, too"
+    )
+
+
+class DockerSettings(Settings):
+    """What all ``reward-server docker`` commands need."""
+
+    files: list[Path] = Field(default=[], description="compose file, and overrides; the project's compose.yaml if none")
+
+
+class DockerUpSettings(DockerSettings):
+    """``reward-server docker up``"""
+
+    rewards: list[str] = Field(default=["shapes"], description="rewards to serve")
+    build: bool = Field(default=False, description="build images that exist, too")
+    timeout_s: float = Field(default=1800.0, gt=0, description="longest wait for all to be healthy, seconds")
+
+
+class DockerStatusSettings(ClientSettings, DockerSettings):
+    """``reward-server docker status``"""
+
+
+class DockerLogsSettings(DockerSettings):
+    """``reward-server docker logs``"""
+
+    services: list[str] = Field(default=[], description="services of compose.yaml; all if none")
+    tail: int = Field(default=100, gt=0, description="lines of each container, the last ones")
+    follow: bool = Field(default=False, description="go on with what comes")
+
+
+class DockerScaleSettings(ClientSettings, DockerSettings):
+    """``reward-server docker scale``"""
+
+    reward: str = Field(default="shapes", description="the reward whose workers to scale")
+    workers: int | None = Field(default=None, ge=0, description="so many, once; by the queue's depth when not set")
+    least: int = Field(default=1, ge=1, description="workers when there is nothing to do")
+    most: int = Field(default=4, ge=1, description="workers at most")
+    images_per_worker: int = Field(default=64, gt=0, description="images in the queue that one worker may have")
+    every_s: float = Field(default=5.0, gt=0, description="interval of looking at the queue, seconds")
+    idle_s: float = Field(default=60.0, ge=0, description="one worker fewer after so long of too little to do, seconds")
+
+
+_MODELS = (
+    GatewaySettings,
+    WorkerSettings,
+    UpSettings,
+    ScoreSettings,
+    EnvSettings,
+    DockerUpSettings,
+    DockerLogsSettings,
+    DockerScaleSettings,
+)
 
 
 def load_settings(model: type[S], argv: Sequence[str], command: str, description: str, **extra: Any) -> S:

@@ -109,7 +109,10 @@ class EmbeddedServer:
         )
         try:
             assert self._process.stdin is not None
-            self._process.stdin.write(self.settings.model_dump_json(exclude={"token", "token_file"}) + "\n")
+            self._process.stdin.write(
+                self.settings.model_dump_json(include=ServerSettings.model_fields.keys() - {"token", "token_file"})
+                + "\n"
+            )
             self._process.stdin.flush()
             self._events = threading.Thread(target=self._listen, name="reward server", daemon=True)
             self._events.start()

@@ -15,13 +15,14 @@ import asyncio
 import contextlib
 import json
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import redis
 import redis.asyncio
 from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from reward_server import scripts
 from reward_server.contract import JobState, RewardInfo, RewardResult, ScoreResponse, join_results
@@ -32,6 +33,8 @@ GRACE_S = 300.0
 """A reward stays served this long after its last worker's sign of life, so that a restart is no 404, seconds"""
 RECHECK_S = 1.0
 """A waiting request looks at its job this often in case the message that it is done was missed, seconds"""
+SILENCE_S = 5.0
+"""A listening connection on which nothing came for this long is asked whether it lives, seconds"""
 FINISHED = frozenset({JobState.DONE, JobState.FAILED, JobState.CANCELLED})
 
 log = logging.getLogger(__name__)
@@ -265,16 +268,35 @@ class JobQueue:
         """Wake waiting requests and call ``on_done`` with the id of each job that ends, for ever; survives Redis."""
         while True:
             try:
-                async with self.client.pubsub(ignore_subscribe_messages=True) as pubsub:
-                    await pubsub.subscribe(f"{self.prefix}done")
-                    async for message in pubsub.listen():
-                        job_id = message["data"]
-                        for event in self._waiting.get(job_id, ()):
-                            event.set()
-                        await on_done(job_id)
+                async for job_id in self._messages():
+                    for event in self._waiting.get(job_id, ()):
+                        event.set()
+                    await on_done(job_id)
             except RedisError as error:
                 log.warning("Redis is away (%s); listening again in %g s", error, RECHECK_S)
                 await asyncio.sleep(RECHECK_S)
+
+    async def _messages(self) -> AsyncIterator[str]:
+        """Ids of the jobs that end, as Redis tells.
+
+        A connection that is silent is asked for a sign of life: one whose host went away need not ever end, and of one
+        that timed out redis-py's ``listen()`` makes an endless loop that lets nothing else run.
+
+        Raises:
+            redis.RedisError: Redis is away.
+        """
+        async with self.client.pubsub() as pubsub:
+            await pubsub.subscribe(f"{self.prefix}done")
+            asked = False
+            while True:
+                message: Any = await pubsub.get_message(timeout=SILENCE_S)
+                if message is None:
+                    if asked:
+                        raise RedisTimeoutError(f"no sign of life for {2 * SILENCE_S:g} s")
+                    await pubsub.ping()
+                asked = message is None
+                if message is not None and message["type"] == "message":
+                    yield message["data"]
 
 
 class WorkQueue:

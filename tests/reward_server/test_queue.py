@@ -54,6 +54,12 @@ def on_queue(redis_url):
     return run
 
 
+async def until(condition):
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.02)
+
+
 def submit(on_queue, job="j", images=4, rewards=("red",), digest="d", **options):
     return on_queue(lambda queue: queue.submit(job, digest, images, "ref", rewards), **options)
 
@@ -280,6 +286,34 @@ async def waited(queue, job, timeout, act=None):
     with contextlib.suppress(asyncio.CancelledError):
         await listener
     return response, took
+
+
+@pytest.mark.parametrize("how", ["timed out", "silent"])
+def test_listening_survives_a_connection_whose_host_is_gone(on_queue, client, monkeypatch, how):
+    """A TCP connection that is given up says ETIMEDOUT at each read; before that, one without a host is just silent."""
+    monkeypatch.setattr(queue_module, "SILENCE_S", 0.1)
+    monkeypatch.setattr(queue_module, "RECHECK_S", 0.1)
+
+    async def body(queue):
+        opened, heard = [], asyncio.Queue()
+        pubsub = queue.client.pubsub
+        monkeypatch.setattr(queue.client, "pubsub", lambda **options: opened.append(pubsub(**options)) or opened[-1])
+        listener = asyncio.create_task(queue.listen(heard.put))
+        await until(lambda: client.publish("rs:done", "before"))
+        assert await asyncio.wait_for(heard.get(), 5) == "before"
+        await asyncio.sleep(0.5)  # idle for longer than the time to ask: it lives, and is not opened again
+        assert len(opened) == 1
+        if how == "timed out":
+            opened[0].connection._reader.set_exception(TimeoutError(110, "Connection timed out"))
+        else:
+            opened[0].connection._reader.feed_data = lambda data: None
+        await until(lambda: len(opened) == 2 and client.publish("rs:done", "after") == 1)
+        assert await asyncio.wait_for(heard.get(), 5) == "after"
+        listener.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await listener
+
+    on_queue(body)
 
 
 def test_waiting_ends_with_the_job_or_with_the_time(on_queue, make_worker, monkeypatch):
