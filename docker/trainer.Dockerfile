@@ -5,7 +5,7 @@ ARG BASE_IMAGE=python:3.11-slim-bookworm@sha256:a36c24f9cbdf4fd0f52d67f0823eeac1
 
 # --- the packages, apart from the code: a changed line of code installs nothing again
 FROM ${BASE_IMAGE} AS packages
-# the CPU build of torch; with a GPU, --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cu130
+# torch alone is from there: its CPU build, or, with a GPU, --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cu130
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 # where pip finds packages, for a mirror: none of it stays in the image
 ARG PIP_INDEX_URL
@@ -13,8 +13,10 @@ ARG PIP_EXTRA_INDEX_URL
 ARG PIP_FIND_LINKS
 ARG PIP_TRUSTED_HOST
 COPY docker/requirements/programs/trainer.txt /tmp/requirements.txt
-RUN export PIP_EXTRA_INDEX_URL="${PIP_EXTRA_INDEX_URL:-} ${TORCH_INDEX}" \
-    && python3 -m venv /opt/venv \
+RUN python3 -m venv /opt/venv \
+    && grep '^torch==' /tmp/requirements.txt > /tmp/torch.txt \
+    && /opt/venv/bin/python -m pip install --no-cache-dir --disable-pip-version-check --no-deps \
+        --extra-index-url "${TORCH_INDEX}" -r /tmp/torch.txt \
     && /opt/venv/bin/python -m pip install --no-cache-dir --disable-pip-version-check -r /tmp/requirements.txt \
     && /opt/venv/bin/python -m pip uninstall --yes pip
 

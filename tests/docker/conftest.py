@@ -104,19 +104,26 @@ def trainer_image(services, tmp_path_factory):
     """The trainer's image, with the same build of torch as this environment has."""
     from importlib.metadata import version
 
-    folder = tmp_path_factory.mktemp("wheels")
+    folder = tmp_path_factory.mktemp("index")
     wanted = f"torch=={version('torch').partition('+')[0]}"
-    told(sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), wanted, quiet=True)
+    told(
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--no-deps",
+        "--dest",
+        str(folder / "torch"),
+        wanted,
+        quiet=True,
+    )
     bridge = json.loads(told("docker", "network", "inspect", "bridge", quiet=True))[0]["IPAM"]["Config"][0]
     handler = functools.partial(_Silent, directory=folder)
     with http.server.ThreadingHTTPServer((bridge.get("Gateway", "172.17.0.1"), 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         host, port = server.server_address
-        arguments = {
-            "PIP_FIND_LINKS": f"http://{host}:{port}/",
-            "PIP_TRUSTED_HOST": str(host),
-            "PIP_EXTRA_INDEX_URL": "",
-        }
+        arguments = {"TORCH_INDEX": f"http://{host}:{port}/", "PIP_TRUSTED_HOST": str(host)}
         flags = [part for name, value in arguments.items() for part in ("--build-arg", f"{name}={value}")]
         services.compose("--profile", "trainer", "build", *flags, "trainer", timeout=1500)
         server.shutdown()

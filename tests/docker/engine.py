@@ -121,11 +121,14 @@ def _put_back():
 
 
 def images(prefix):
-    """Values of BASE_IMAGE and REDIS_IMAGE: empty for the pinned ones where a registry has them, else stand-ins.
+    """BASE_IMAGE and REDIS_IMAGE: as they are set, else empty for the pinned ones if they can be had, else stand-ins.
 
     Raises:
-        NoEngineError: neither can be had.
+        NoEngineError: none of them can be had.
     """
+    given = {name: os.environ.get(name, "") for name in ("BASE_IMAGE", "REDIS_IMAGE")}
+    if all(given.values()):
+        return given
     pinned = re.search(r"^ARG BASE_IMAGE=(.*)$", (ROOT / "docker/gateway.Dockerfile").read_text(), re.M)[1]
     if subprocess.run(["docker", "pull", "--quiet", pinned], capture_output=True, check=False).returncode == 0:
         return {"BASE_IMAGE": "", "REDIS_IMAGE": ""}

