@@ -116,6 +116,8 @@ def unknown_setting(model: type[BaseModel], key: Key, origin: str) -> OptionsErr
         last = difflib.get_close_matches(key[-1], [k[-1] for k in known], n=1, cutoff=0.7)
         near = [".".join(k) for k in known if last and k[-1] == last[0]][:1]
     hint = f"did you mean {near[0]!r}?" if near else "see --help for all settings"
+    if inside_it := [name for name in names if name.startswith(f"{'.'.join(key)}.")]:
+        hint = f"that is a group of settings: {', '.join(inside_it)}"
     return OptionsError(f"{origin}: unknown setting {'.'.join(key)!r}; {hint}")
 
 

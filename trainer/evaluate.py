@@ -10,7 +10,7 @@ import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +79,8 @@ class Evaluation:
     """(P, M): False where a score is missing"""
     images: NDArray[np.uint8] = field(default_factory=lambda: np.zeros((0, 0, 1, 1, 3), np.uint8))
     """(P', M, H, W, 3): of the prompts that were to be shown"""
+    reason: str | None = None
+    """why the first image without a score has none; not kept in files"""
 
     @property
     def images_per_prompt(self) -> int:
@@ -190,13 +192,13 @@ def evaluate(
         for name, values in part["scores"].items():
             result.scores.setdefault(name, np.zeros(shape))[rows, cols] = values
             result.valid.setdefault(name, np.zeros(shape, bool))[rows, cols] = part["valid"][name]
+    reason = next((part["reason"] for part in gathered if part["reason"] is not None), None)
     if not result.valid[TOTAL].any():
-        reason = next((part["reason"] for part in gathered if part["reason"] is not None), None)
         raise RewardError(f"none of the {result.valid[TOTAL].size} held-out images got a score: {reason}")
     if not shown:
-        return result
+        return replace(result, reason=reason)
     images = np.stack([np.stack([pictures[p, m] for m in range(images_per_prompt)]) for p in shown])
-    return Evaluation(result.prompts, result.scores, result.valid, images)
+    return replace(result, images=images, reason=reason)
 
 
 def columns(answer: RewardScores, weights: Mapping[str, float]) -> tuple[dict[str, Floats], dict[str, Flags]]:
@@ -228,6 +230,7 @@ def spread(total: int, count: int) -> list[int]:
 
 ALIASES = {
     "checkpoint": "policy.checkpoint",
+    "reward": "reward.names",
     "rewards": "reward.names",
     "reward-url": "reward.url",
     "seeds": "evaluate.seeds",

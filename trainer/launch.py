@@ -172,7 +172,8 @@ def restore(run: Run, checkpoint: Path | None) -> None:
             raise UserError(unwritable(error)) from error
         run.folder.truncate(start)
         checkpoints.sweep(run.checkpoints, start)
-        evaluated = [line["step"] for line in run.folder.evaluations.read()[-1:]] or [None]
+        now = [prompt.text for prompt in run.heldout]
+        evaluated = [line["step"] for line in run.folder.evaluations.read()[-1:] if line["prompts"] == now] or [None]
         if checkpoint is not None:
             print(f"resuming after step {run.step} from {checkpoint}", file=sys.stderr)
             done = run.step == run.config.train.steps

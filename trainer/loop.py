@@ -381,7 +381,11 @@ def evaluate_heldout(run: Run) -> None:
     run.evaluated_at = run.step
     if run.folder is not None:
         run.folder.add_evaluation(run.step, result, shown)
-        tqdm.write(f"step {run.step}: held-out reward {result.interval(TOTAL).text()}")
+        missing = result.missing(TOTAL)
+        without = (
+            f"; {missing} of {result.valid[TOTAL].size} images without a score: {result.reason}" if missing else ""
+        )
+        tqdm.write(f"step {run.step}: held-out reward {result.interval(TOTAL).text()}{without}")
         values = {f"heldout/{name}": result.interval(name).mean for name in result.scores}
         run.accelerator.log({k: v for k, v in values.items() if v is not None}, step=run.step)
 

@@ -111,9 +111,19 @@ class RunFolder:
             "signal": self.signal.read(),
             **facts,
         }
+        found: tuple[int, Evaluation] | None = None
         if len(evaluations) >= 2:
-            (first, before), (last, after) = self.evaluation(0), self.evaluation(-1)
-            summary["heldout"] = {"prompts": len(before.prompts), "images_per_prompt": before.images_per_prompt}
+            last, after = self.evaluation(-1)
+            asked = (after.prompts, after.images_per_prompt)  # a resumed run may have been given others
+            pairs = (self.evaluation(index) for index in range(len(evaluations) - 1))
+            found = next(((s, e) for s, e in pairs if (e.prompts, e.images_per_prompt) == asked), None)
+        if found is not None:
+            first, before = found
+            summary["heldout"] = {
+                "prompts": len(before.prompts),
+                "images_per_prompt": before.images_per_prompt,
+                "missing": [before.missing("reward"), after.missing("reward")],
+            }
             for name in before.scores:
                 summary["heldout"][name] = {
                     "before": before.interval(name).to_json(),
@@ -193,7 +203,7 @@ def markdown(summary: Mapping[str, Any]) -> str:
         "",
         f"{summary['steps']} steps in {summary['seconds'] / 60:.1f} min, "
         f"{summary['seconds_waiting_for_rewards']:.1f} s of it waiting for rewards; "
-        f"{summary['missing_scores']} missing scores.",
+        f"{summary['missing_scores']} missing scores in training.",
     ]
     heldout = {k: v for k, v in summary["heldout"].items() if isinstance(v, dict)}
     if heldout:
@@ -208,6 +218,9 @@ def markdown(summary: Mapping[str, Any]) -> str:
         for name, row in heldout.items():
             cells = [Interval(**row[column]).text() for column in ("before", "after", "difference")]
             lines.append(f"| {name} | {' | '.join(cells)} |")
+        if any(summary["heldout"]["missing"]):
+            before, after = summary["heldout"]["missing"]
+            lines += ["", f"Left out for want of a score: {before} images before, {after} after."]
         lines += ["", "![before and after](sheet.png)"]
     lines += ["", "![reward](reward.png)"]
     for measured in summary["signal"]:

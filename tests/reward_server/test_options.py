@@ -157,6 +157,11 @@ def test_variables_of_a_sibling_program_are_passed_over(parse, mistake):
     [
         (["--group.rte", "1"], "--group.rte: unknown setting 'group.rte'; did you mean 'group.rate'?"),
         (["--rate", "1"], "--rate: unknown setting 'rate'; did you mean 'group.rate'?"),
+        (
+            ["--group", "1"],
+            "--group: unknown setting 'group'; that is a group of settings: "
+            "group.flag, group.names, group.rate, group.steps, group.text, group.weights",
+        ),
         (["--items.a.sizes=1"], "--items.a.sizes: unknown setting 'items.a.sizes'; did you mean 'items.a.size'?"),
         (["--group.rate"], "--group.rate: expected one argument"),
         (["--items.a.size"], "--items.a.size: expected a value"),

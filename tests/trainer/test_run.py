@@ -235,6 +235,21 @@ def test_resuming_says_what_changed_and_what_is_left(arguments, capsys):
     assert "step-00000003 is of step 3, and train.steps is 2: nothing is left to train" in capsys.readouterr().err
 
 
+def test_other_heldout_prompts_on_resume_are_evaluated_before_and_after(arguments, tmp_path, capsys):
+    assert run.main(arguments) == 0
+    other = tmp_path / "other.txt"
+    other.write_text("two red circles\none blue square\na red circle left of a blue square\n")
+    capsys.readouterr()
+    assert run.main([*arguments, "--resume", "auto", "--steps", "3", "--prompts.heldout", str(other)]) == 0
+    said = capsys.readouterr()
+    assert "prompts.heldout" in said.err
+    assert "paired difference" in said.out
+    folder = next(path for path in tmp_path.rglob("report.json"))
+    assert json.loads(folder.read_text())["heldout"]["prompts"] == 3
+    steps = [json.loads(line)["step"] for line in folder.with_name("evaluations.jsonl").read_text().splitlines()]
+    assert steps == [0, 2, 2, 3]
+
+
 def test_variables_of_evaluate_do_not_disturb_and_other_processes_are_silent(arguments, monkeypatch, capsys):
     monkeypatch.setenv("TRAINER_BASELINE", "x")
     monkeypatch.setenv("TRAINER_OUTPUT", "y")
