@@ -5,6 +5,7 @@ import functools
 import http.server
 import json
 import os
+import re
 import secrets
 import signal
 import sys
@@ -30,7 +31,14 @@ class Services:
     def __init__(self, environment):
         self.token = environment["REWARD_SERVER_TOKEN"]
         self.environment = environment
-        self.url = f"http://127.0.0.1:{PORTS[0]}"
+
+    @property
+    def url(self):
+        """Of the first gateway there is; its port is one of PORTS."""
+        return self.url_of(self.containers("reward_server")[0])
+
+    def url_of(self, gateway):
+        return f"http://{told('docker', 'port', gateway, '8000', quiet=True)}"
 
     def compose(self, *arguments, **options):
         return told(compose_tool(), *arguments, cwd=ROOT, env=self.environment, **options)
@@ -44,10 +52,17 @@ class Services:
         print(f"# kill -9, all processes of {container[:12]}", flush=True)
         os.kill(pid, signal.SIGKILL)  # the first process of a namespace takes the others with it
 
-    def rewards(self):
+    def get(self, path, url=None):
         headers = {"Authorization": f"Bearer {self.token}"}
-        answer = httpx.get(f"{self.url}/v1/rewards", headers=headers, trust_env=False)
-        return {info["name"]: info for info in answer.raise_for_status().json()["rewards"]}
+        return httpx.get(f"{url or self.url}{path}", headers=headers, trust_env=False).raise_for_status()
+
+    def rewards(self):
+        return {info["name"]: info for info in self.get("/v1/rewards").json()["rewards"]}
+
+    def images_accepted(self, gateway):
+        """Of one gateway, by its container."""
+        metrics = self.get("/metrics", self.url_of(gateway)).text
+        return float(re.search(r"^reward_server_images_total (\S+)$", metrics, re.M)[1])
 
     def client(self, **options):
         return RewardClient(self.url, self.token, ["shapes"], give_up_after_s=120, **options)

@@ -16,6 +16,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
+PYTHON = re.search(r"^ARG BASE_IMAGE=(.*)$", (ROOT / "docker/gateway.Dockerfile").read_text(), re.M)[1]
+"""The pinned base of our images"""
 PACKAGES = "ca-certificates,python3,python3-venv"
 REDIS = """
 ARG BASE_IMAGE
@@ -129,10 +131,9 @@ def images(prefix):
     given = {name: os.environ.get(name, "") for name in ("BASE_IMAGE", "REDIS_IMAGE")}
     if all(given.values()):
         return given
-    pinned = re.search(r"^ARG BASE_IMAGE=(.*)$", (ROOT / "docker/gateway.Dockerfile").read_text(), re.M)[1]
-    if subprocess.run(["docker", "pull", "--quiet", pinned], capture_output=True, check=False).returncode == 0:
+    if subprocess.run(["docker", "pull", "--quiet", PYTHON], capture_output=True, check=False).returncode == 0:
         return {"BASE_IMAGE": "", "REDIS_IMAGE": ""}
-    print(f"# {pinned} cannot be pulled here; a stand-in is made", flush=True)
+    print(f"# {PYTHON} cannot be pulled here; a stand-in is made", flush=True)
     if shutil.which("debootstrap") is None or os.geteuid() != 0:
         raise NoEngineError("no image registry is reachable, and a stand-in needs debootstrap and root")
     made = {"BASE_IMAGE": f"{prefix}/stand-in-python", "REDIS_IMAGE": f"{prefix}/stand-in-redis"}
