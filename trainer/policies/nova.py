@@ -173,10 +173,12 @@ class NovaPolicy(MaskedPolicy):
         if folder.exists() and any(folder.iterdir()):
             raise ValueError(f"{folder} is not empty")
         source = pipeline_folder(self.base)
-        transformer = source / "transformer"
-        shutil.copytree(source, folder, dirs_exist_ok=True, ignore=lambda at, _: ["transformer"] * (at == str(source)))
-        (folder / "transformer").mkdir()
-        shutil.copy(transformer / "config.json", folder / "transformer" / "config.json")
+        weights = shutil.ignore_patterns("*.safetensors", "*.bin", "*.index.json")
+
+        def left_out(at: str, names: list[str]) -> set[str]:  # code and settings beside the weights go along
+            return weights(at, names) if Path(at) == source / "transformer" else set()
+
+        shutil.copytree(source, folder, dirs_exist_ok=True, ignore=left_out)
         state = {name: value.cpu().contiguous() for name, value in self.transformer.state_dict().items()}
         save_file(state, folder / "transformer" / f"{WEIGHTS}.safetensors", {"format": "pt"})
 

@@ -53,10 +53,19 @@ def test_saved_weights_load_again_and_give_the_same_file(load, folders, tmp_path
 
 
 def test_an_exported_pipeline_holds_the_trained_weights_under_the_official_names(load, folders, tmp_path):
+    base = shutil.copytree(folders["abs"], tmp_path / "base")
+    (base / "transformer" / "transformer_nova.py").write_text("# code that trust_remote_code reads\n")
+    (base / "transformer" / f"{WEIGHTS}.index.json").write_text("{}")
     policy = load()
+    policy.base = str(base)
     with torch.no_grad():
         policy.transformer.mask_embed.mask_token.add_(1.0)
     policy.export(tmp_path / "out")
+    assert sorted(path.name for path in (tmp_path / "out" / "transformer").iterdir()) == [
+        "config.json",
+        WEIGHTS,
+        "transformer_nova.py",
+    ]
     again = NovaPolicy.load(tmp_path / "out", **tiny.SETTINGS)
     for name, value in policy.state_dict().items():
         assert torch.equal(again.state_dict()[name], value)

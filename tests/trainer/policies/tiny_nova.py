@@ -144,12 +144,15 @@ def write_tokenizer(folder):
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
+SCHEDULER_MODULES = {"DDPMScheduler": "scheduling_ddpm", "FlowMatchEulerDiscreteScheduler": "scheduling_cfm"}
+
+
 def write_pipeline(folder: Path, shapes, transformer=TRANSFORMER, scheduler=DDPM):
     """The folder of a pipeline. ``shapes``: part -> name -> shape, for transformer, vae and text_encoder."""
     index = {
         "_class_name": "NOVAPipeline",
         "transformer": ["diffnext.models.transformers.transformer_nova", "NOVATransformer3DModel"],
-        "scheduler": ["diffnext.schedulers", scheduler["_class_name"]],
+        "scheduler": [f"diffnext.schedulers.{SCHEDULER_MODULES[scheduler['_class_name']]}", scheduler["_class_name"]],
         "vae": ["diffnext.models.autoencoders.autoencoder_kl", "AutoencoderKL"],
         "text_encoder": ["diffnext.models.text_encoders.phi", "PhiEncoderModel"],
         "tokenizer": ["transformers", "CodeGenTokenizerFast"],
