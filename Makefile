@@ -25,7 +25,7 @@ test-weights: $(DEVELOP) ## published scores, by those rewards whose real weight
 test-netns: $(DEVELOP) ## many hosts: network namespaces, whose cables are cut and healed; as root, on Linux
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m netns tests/integration
 
-test-docker: $(DEVELOP) ## the images and compose.yaml in a container engine, started as root if none runs (about 15 minutes)
+test-docker: $(DEVELOP) ## the images and compose.yaml in a container engine, started as root if none runs (about 10 minutes)
 	$(BIN)/python -m pytest -m docker tests/docker -s
 
 lint: $(DEVELOP) ## ruff
