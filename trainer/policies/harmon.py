@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -35,6 +34,7 @@ from trainer.policies.harmon_model import (
     read_weights,
     without_output_layer,
 )
+from trainer.policies.hub import snapshot
 from trainer.policies.mar_parts import Mar, known_index, load_strictly, mar_schedule
 from trainer.policies.masked import HeadPrecision, MaskedPolicy, checked
 
@@ -240,18 +240,8 @@ def checkpoint_folder(source: str) -> Path:
     path = Path(source)
     if path.is_dir():
         return path
-    if path.exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", source):
-        raise FileNotFoundError(f"no checkpoint of Harmon at {source}: a folder, a hub id or a run's file expected")
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(source, local_files_only=True))
-    except LocalEntryNotFoundError as error:
-        raise FileNotFoundError(
-            f"there is no folder {source}, and the local cache has no such hub id; if it is one, get it ({LICENCE}) "
-            f"with: hf download {source}"
-        ) from error
+    wanted = f"no checkpoint of Harmon at {source}: a folder, a hub id or a run's file expected"
+    return snapshot(source, wanted, LICENCE)
 
 
 def _read_saved(path: Path) -> tuple[dict[str, Tensor], str]:

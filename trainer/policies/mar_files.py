@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import pickle
-import re
 import struct
 import zipfile
 from collections.abc import Mapping
@@ -23,6 +22,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from trainer.policies.hub import snapshot
 from trainer.policies.kl16 import KL16, KL16Config
 from trainer.policies.mar_parts import MAR_SIZES, Mar, MarConfig, load_strictly
 
@@ -41,18 +41,8 @@ def folder_of(source: str) -> Path:
     path = Path(source)
     if path.exists():
         return path
-    if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", source):
-        raise FileNotFoundError(f"no MAR weights at {source}: a file, a folder or a hub id expected; {GET_OFFICIAL}")
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(source, local_files_only=True))
-    except LocalEntryNotFoundError as error:
-        raise FileNotFoundError(
-            f"there is no folder {source} here, and the local cache has no repository of that name; get it with "
-            f"`hf download {source}` (read its licence first), or: {GET_OFFICIAL}"
-        ) from error
+    wanted = f"no MAR weights at {source}: a file, a folder or a hub id expected"
+    return snapshot(source, wanted, "read its licence first", f"; {GET_OFFICIAL}")
 
 
 def model_file(folder: Path, size: str | None) -> Path:

@@ -9,7 +9,6 @@ folder's parts are read by :mod:`trainer.policies.nova_model` (what is trained) 
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -25,6 +24,7 @@ from torch import Tensor, nn
 
 from trainer.algorithm.schedule import tokens_per_ar_step
 from trainer.algorithm.transitions import Schedule
+from trainer.policies.hub import snapshot
 from trainer.policies.mar_parts import load_strictly
 from trainer.policies.masked import HeadPrecision, MaskedPolicy, checked
 from trainer.policies.nova_model import NovaConfig, NovaTransformer
@@ -250,18 +250,8 @@ def pipeline_folder(source: str) -> Path:
     path = Path(source)
     if (path / "model_index.json").is_file():
         return path
-    if path.exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", source):
-        raise FileNotFoundError(f"no NOVA pipeline at {source}: a folder with model_index.json or a hub id expected")
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(source, local_files_only=True))
-    except LocalEntryNotFoundError as error:
-        raise FileNotFoundError(
-            f"there is no folder {source}, and the local cache has no such hub id; if it is one, get it ({LICENCE}) "
-            f"with: hf download {source}"
-        ) from error
+    wanted = f"no NOVA pipeline at {source}: a folder with model_index.json or a hub id expected"
+    return snapshot(source, wanted, LICENCE)
 
 
 def _read_saved(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:

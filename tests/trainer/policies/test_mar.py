@@ -314,7 +314,7 @@ def test_a_width_without_a_published_model_is_told(policy, tmp_path):
 
 def test_absent_weights_are_told_with_the_command_that_gets_them(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(FileNotFoundError, match=r"`hf download someone/mar` .* licence .*`python util/download\.py`"):
+    with pytest.raises(FileNotFoundError, match=r"licence.* hf download someone/mar; .*`python util/download\.py`"):
         MarPolicy.load("someone/mar")
     with pytest.raises(FileNotFoundError, match=r"no MAR weights at /nowhere/at/all: a file, a folder or a hub id"):
         MarPolicy.load("/nowhere/at/all")
